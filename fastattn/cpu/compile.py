@@ -1,0 +1,295 @@
+"""Kernel -> object code -> cache -> callable. The only file that knows Numba's and llvmlite's interfaces as a compiler.
+
+Numba translates a kernel to LLVM IR and is then out of the way: a process that finds the object code in the cache never
+imports it. Every kernel has one C signature, `int64 kernel(void *job, void *scratch, int64 quota)`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from ..machine import VectorUnit, vector_unit
+
+log = logging.getLogger("fastattn")
+
+# int32 status f(int64 *result, void **error, void *job, void *scratch, int64 quota): Numba's own calling convention.
+ENTRY = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+)
+MAGIC = b"fastattn object 1\n"
+DIGEST = hashlib.sha256
+# What FASTATTN_TARGET may name, and what the host must have for it.
+TARGETS = {
+    "x86-64-v3": {"avx2", "fma", "bmi2", "f16c"},
+    "x86-64-v4": {"avx512f", "avx512vl", "avx512dq", "avx512bw"},
+}
+
+Kernel = Callable[[int, int, int], int]  # (job address, scratch address, quota) -> work items left
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to compile for, in LLVM's words."""
+
+    triple: str
+    cpu: str
+    features: str  # "+avx2,-avx512f,...", or "" for what the cpu implies
+
+    @property
+    def unit(self) -> VectorUnit | None:
+        """Its vector registers; None if it has none that kernels can use."""
+        architecture = self.triple.partition("-")[0]
+        if self.features:
+            has = {word[1:] for word in self.features.split(",") if word[0] == "+"}
+        else:
+            has = {"neon"} if architecture in ("aarch64", "arm64") else TARGETS.get(self.cpu, set())
+        return vector_unit(architecture, frozenset(has))
+
+
+@functools.cache
+def _llvm() -> Any:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return llvm
+
+
+@functools.cache
+def host_target() -> Target:
+    """This machine, or the lesser one that FASTATTN_TARGET names (for caches shared by unlike machines)."""
+    llvm = _llvm()
+    features = llvm.get_host_cpu_features()
+    triple = llvm.get_process_triple()
+    name = os.environ.get("FASTATTN_TARGET", "")
+    if not name:
+        return Target(triple, llvm.get_host_cpu_name(), features.flatten())
+    if name not in TARGETS:
+        raise ValueError(f"FASTATTN_TARGET must be one of {tuple(TARGETS)}, got {name!r}")
+    missing = sorted(f for f in TARGETS[name] if not features.get(f))
+    if missing:
+        raise ValueError(f"FASTATTN_TARGET must be a target that this CPU can run, got {name!r}: no {missing}")
+    return Target(triple, name, "")
+
+
+def unavailable(key: Hashable) -> str:
+    """Why this kernel cannot be had here, in one line; "" if it can. Imports Numba only if it must compile."""
+    try:
+        target = host_target()
+    except ImportError:
+        return "llvmlite is not installed: pip install numba"
+    if target.unit is None:
+        return f"CPU {target.cpu!r} has no AVX2 with FMA, AVX-512 or NEON registers"
+    if key in _loaded or _read_entry(_entry_path(key, target)) is not None:
+        return ""
+    return _numba_problem()
+
+
+@functools.cache
+def _numba_problem() -> str:
+    if util.find_spec("numba") is None:
+        return "numba is not installed: pip install numba"
+    try:
+        import numba  # noqa: F401
+    except Exception as error:  # a Numba that does not fit this NumPy or Python raises many things
+        return f"numba cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+_loaded: dict[Hashable, Kernel] = {}
+_lock = threading.Lock()
+_engines: list[Any] = []  # keep the machine code alive
+
+
+def kernel(key: Hashable, build: Callable[[VectorUnit], Callable]) -> Kernel:
+    """The compiled kernel of this key: from this process, from the cache, or from build(unit) through Numba.
+
+    key   names the kernel and every constant that build() closes over; its repr must be stable
+    build returns the Python function, written for Numba; called only if nothing is cached
+    """
+    found = _loaded.get(key)
+    if found is not None:
+        return found
+    with _lock:
+        if key not in _loaded:
+            target = host_target()
+            path = _entry_path(key, target)
+            entry = _read_entry(path)
+            if entry is None:
+                assert_unit = target.unit
+                if assert_unit is None:
+                    raise ImportError(unavailable(key))
+                entry = compile_object(build(assert_unit), target)
+                _write_entry(path, *entry)
+            _loaded[key] = _load(*entry, str(key))
+        return _loaded[key]
+
+
+def translate(function: Callable) -> tuple[str, str]:
+    """(LLVM IR, entry name) of a kernel, by Numba."""
+    from numba import cfunc, types
+
+    signature = types.int64(types.voidptr, types.voidptr, types.int64)
+    # _nrt=False: no reference counting, so the object code needs no symbol of Numba's runtime.
+    compiled = cfunc(signature, error_model="numpy", _nrt=False)(function)
+    return compiled.inspect_llvm(), compiled.native_name.removeprefix("cfunc.")
+
+
+def compile_object(function: Callable, target: Target) -> tuple[str, bytes]:
+    """(entry name, object code) of a kernel for a target, which need not be this machine."""
+    ir, entry = translate(function)
+    machine, module = optimise(ir, entry, target)
+    needed = sorted(
+        f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")
+    )
+    if needed:
+        raise RuntimeError(f"kernel {function.__name__} needs symbols from outside: {needed}")
+    return entry, machine.emit_object(module)
+
+
+def optimise(ir: str, entry: str, target: Target) -> tuple[Any, Any]:
+    """(target machine, optimised module) with all but the entry internal."""
+    llvm = _llvm()
+    machine = llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.features, opt=3, reloc="default", codemodel="jitdefault"
+    )
+    module = llvm.parse_assembly(ir)
+    # The wrapper that Numba made for Python becomes internal, unused, and vanishes with what it refers to.
+    for function in module.functions:
+        if not function.is_declaration and function.name != entry:
+            function.linkage = "internal"
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    llvm.create_pass_builder(machine, options).getModulePassManager().run(
+        module, llvm.create_pass_builder(machine, options)
+    )
+    return machine, module
+
+
+def assembly(function: Callable, target: Target) -> str:
+    """Assembly text of a kernel for a target: what tests look at."""
+    machine, module = optimise(*translate(function), target)
+    return machine.emit_assembly(module)
+
+
+def _load(entry: str, code: bytes, name: str) -> Kernel:
+    llvm = _llvm()
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    call = ENTRY(engine.get_function_address(entry))
+    _engines.append(engine)
+
+    def run(job: int, scratch: int, quota: int) -> int:
+        result = ctypes.c_int64()
+        error = ctypes.c_void_p()
+        status = call(ctypes.addressof(result), ctypes.addressof(error), job, scratch, quota)
+        if status:
+            raise RuntimeError(f"kernel {name} failed with status {status}")
+        return result.value
+
+    return run
+
+
+# The cache: one file an entry, MAGIC + digest of the rest + entry name + "\n" + object code.
+
+
+@functools.cache
+def _source_digest() -> bytes:
+    """Digest of the package's sources: an edit anywhere makes every cached kernel unknown."""
+    digest = DIGEST()
+    root = Path(__file__).parent.parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.digest()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _entry_path(key: Hashable, target: Target) -> Path | None:
+    folder = cache_folder()
+    if folder is None:
+        return None
+    parts = (key, target, _version("numba"), _version("llvmlite"), sys.implementation.cache_tag)
+    return folder / (DIGEST(_source_digest() + repr(parts).encode()).hexdigest()[:40] + ".obj")
+
+
+def cache_folder() -> Path | None:
+    """The folder of compiled kernels; None if it is turned off or not safe to use.
+
+    FASTATTN_CACHE=0 turns it off, FASTATTN_CACHE=path moves it. It holds machine code, so it is used only if this user
+    owns it and nobody else can write it.
+    """
+    setting = os.environ.get("FASTATTN_CACHE", "")
+    if setting == "0":
+        return None
+    try:
+        folder = Path(setting) if setting else _user_cache() / "fastattn"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.name == "posix":
+            status = folder.stat()
+            if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                log.debug("cache folder %s is not private to this user: not used", folder)
+                return None
+        return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        log.debug("no cache folder: %s", error)
+        return None
+
+
+def _user_cache() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def _read_entry(path: Path | None) -> tuple[str, bytes] | None:
+    if path is None:
+        return None
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    start = len(MAGIC) + DIGEST().digest_size
+    if not content.startswith(MAGIC) or content[len(MAGIC) : start] != DIGEST(content[start:]).digest():
+        log.debug("cache entry %s is damaged: compiled anew", path)
+        return None
+    entry, _, code = content[start:].partition(b"\n")
+    return entry.decode(), code
+
+
+def _write_entry(path: Path | None, entry: str, code: bytes) -> None:
+    if path is None:
+        return
+    content = entry.encode() + b"\n" + code
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(MAGIC + DIGEST(content).digest() + content)
+            os.replace(name, path)  # readers see the old entry or the new one, never a part
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        log.debug("cache entry %s not written: %s", path, error)

@@ -1,0 +1,46 @@
+"""Few queries against many keys: the keys are split over work items, and their partial results merged here.
+
+The items themselves are forward()'s; the merge is the one that forward() does at the same key indices, in the same order,
+so that a row's bits do not depend on whether its keys were split.
+"""
+
+from __future__ import annotations
+
+from ..machine import VectorUnit
+from ..problem import Variant
+from .forward import field, write_rows
+from .simd import ITEMSIZE, at, fetch_add, jit, pointer_to
+from .softmax import merge
+
+
+def combine_kernel(variant: Variant, unit: VectorUnit):
+    """Return the kernel: merge the splits of each row in order, normalise, write out and lse. An item is one row."""
+    lanes = unit.lanes(ITEMSIZE[variant.dtype])
+    fold, finish = merge(variant.dtype, lanes), write_rows(variant.dtype, lanes)
+    real, integers = pointer_to(variant.dtype), pointer_to("int64")
+
+    @jit
+    def combine_row(job, item):
+        rows, heads_kv = field(job, "rows"), field(job, "heads_kv")
+        num_splits, acc_stride = field(job, "num_splits"), field(job, "acc_stride")
+        size = acc_stride + 2
+        acc = at(real(field(job, "partial")), item * num_splits * size)
+        row_max, row_sum = at(acc, acc_stride), at(acc, acc_stride + 1)
+        for split in range(1, num_splits):
+            part = at(acc, split * size)
+            fold(acc, row_max, row_sum, part, part[acc_stride], part[acc_stride + 1], acc_stride)
+        head, row = item // rows, item % rows
+        finish(job, head // heads_kv, head % heads_kv, row, 1, acc, row_max, row_sum)
+
+    def combine(job, scratch, quota):
+        counter = integers(field(job, "counter"))
+        num_items = field(job, "num_items")
+        while quota > 0:
+            item = fetch_add(counter, 1)
+            if item >= num_items:
+                return 0
+            combine_row(job, item)
+            quota -= 1
+        return 1
+
+    return combine

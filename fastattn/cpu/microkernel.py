@@ -1,0 +1,277 @@
+"""Register-tile products and the packing of their operands.
+
+The order of additions is part of the contract: every element of a product is one chain of fused multiply-adds along the
+contracted axis, whatever tile it falls into. A row's result therefore does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from ..machine import VectorUnit
+from .simd import (
+    FLOAT,
+    I64,
+    ITEMSIZE,
+    at,
+    broadcast,
+    call,
+    constant,
+    jit,
+    load_vector,
+    operations,
+    store_vector,
+)
+
+# (mr rows, nv registers of columns) by number of vector registers: mr * nv accumulators + nv columns + 1 broadcast fit.
+TILE = {16: (6, 2), 32: (14, 2)}
+
+
+def tile_shape(unit: VectorUnit) -> tuple[int, int]:
+    """(mr, nv) of the register tile on this vector unit."""
+    return TILE[unit.registers]
+
+
+@functools.cache
+def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
+    """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in registers.
+
+    a  (mr, depth), row stride rs_a, columns contiguous
+    b  (depth, nv * lanes), row stride rs_b, columns contiguous: one packed panel, or rows as they lie
+    c  (mr, nv * lanes), row stride rs_c, columns contiguous
+
+    Requires  mr * nv + nv + 1 vector registers. depth may be 0.
+    Writes    c only; reads it only if accumulate (its old contents may else be NaN).
+    Source    Van Zee and van de Geijn 2015, BLIS: A Framework for Rapidly Instantiating BLAS Functionality.
+    """
+    vector = ir.VectorType(FLOAT[dtype], lanes)
+    tile = [(m, n) for m in range(mr) for n in range(nv)]
+
+    def codegen(context, builder, sig, args):
+        a, rs_a, b, rs_b, c, rs_c, depth = args
+        number = functools.partial(ir.Constant, I64)
+        a_rows = [builder.gep(a, [builder.mul(number(m), rs_a)]) for m in range(mr)]
+        c_at = {
+            (m, n): builder.add(builder.mul(number(m), rs_c), number(n * lanes)) for m, n in tile
+        }
+        first = {
+            t: load_vector(builder, c, c_at[t], vector) if accumulate else constant(vector, 0.0) for t in tile
+        }
+        before = builder.block
+        loop, done = builder.append_basic_block("depth"), builder.append_basic_block("done")
+        builder.cbranch(builder.icmp_signed(">", depth, number(0)), loop, done)
+
+        builder.position_at_end(loop)
+        d = builder.phi(I64)
+        row = builder.phi(b.type)
+        acc = {t: builder.phi(vector) for t in tile}
+        columns = [load_vector(builder, row, number(n * lanes), vector) for n in range(nv)]
+        new = {}
+        for m in range(mr):
+            element = broadcast(builder, builder.load(builder.gep(a_rows[m], [d])), lanes)
+            for n in range(nv):
+                new[m, n] = call(builder, "fma", [element, columns[n], acc[m, n]])
+        d_next, row_next = builder.add(d, number(1)), builder.gep(row, [rs_b])
+        for phi, start, step in [(d, number(0), d_next), (row, b, row_next)] + [
+            (acc[t], first[t], new[t]) for t in tile
+        ]:
+            phi.add_incoming(start, before)
+            phi.add_incoming(step, loop)
+        builder.cbranch(builder.icmp_signed("<", d_next, depth), loop, done)
+
+        builder.position_at_end(done)
+        for t in tile:
+            result = builder.phi(vector)
+            result.add_incoming(first[t], before)
+            result.add_incoming(new[t], loop)
+            first[t] = result
+        for t in tile:
+            store_vector(builder, c, c_at[t], first[t])
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile_product(typingctx, a, rs_a, b, rs_b, c, rs_c, depth):
+        size = types.int64
+        return types.void(a, size, b, size, c, size, size), codegen
+
+    return tile_product
+
+
+@functools.cache
+def panel_product(dtype: str, unit: VectorUnit, nv: int, accumulate: bool):
+    """Kernel: product() for any number of rows against one panel of nv registers: the tall tile, then lower ones."""
+    lanes = unit.lanes(ITEMSIZE[dtype])
+    mr, _ = tile_shape(unit)
+    tall, four, two, one = (product(dtype, lanes, m, nv, accumulate) for m in (mr, 4, 2, 1))
+
+    @jit
+    def run(rows, a, rs_a, b, rs_b, c, rs_c, depth):
+        m = 0
+        while rows - m >= mr:
+            tall(at(a, m * rs_a), rs_a, b, rs_b, at(c, m * rs_c), rs_c, depth)
+            m += mr
+        while rows - m >= 4:
+            four(at(a, m * rs_a), rs_a, b, rs_b, at(c, m * rs_c), rs_c, depth)
+            m += 4
+        if rows - m >= 2:
+            two(at(a, m * rs_a), rs_a, b, rs_b, at(c, m * rs_c), rs_c, depth)
+            m += 2
+        if rows - m >= 1:
+            one(at(a, m * rs_a), rs_a, b, rs_b, at(c, m * rs_c), rs_c, depth)
+
+    return run
+
+
+def _interleave(builder, x, y, size: int, lanes: int, group: int):
+    """(low, high): within each group of lanes, runs of `size` lanes of x and y in turn: x0 y0 x1 y1 ... (one instruction)."""
+    index = ir.VectorType(ir.IntType(32), lanes)
+    halves = []
+    for half in range(2):
+        order = []
+        for start in range(0, lanes, group):
+            for run in range(group // (2 * size)):
+                first = start + (half * group // 2) + run * size
+                order += list(range(first, first + size))
+                order += list(range(lanes + first, lanes + first + size))
+        halves.append(builder.shuffle_vector(x, y, ir.Constant(index, order)))
+    return halves
+
+
+def _swap_blocks(builder, x, y, size: int, lanes: int):
+    """(x', y'): blocks of `size` lanes; x' takes the even blocks of x and y in turn, y' the odd ones."""
+    index = ir.VectorType(ir.IntType(32), lanes)
+    pair = []
+    for odd in range(2):
+        order = []
+        for start in range(0, lanes, 2 * size):
+            first = start + odd * size
+            order += list(range(first, first + size)) + list(range(lanes + first, lanes + first + size))
+        pair.append(builder.shuffle_vector(x, y, ir.Constant(index, order)))
+    return pair
+
+
+def transposed(builder, rows: list) -> list:
+    """LLVM values: the transpose of a square of registers. First inside 128-bit lanes, then whole lanes change places."""
+    lanes = len(rows)
+    inner = min(lanes, 16 // (4 if rows[0].type.element == ir.FloatType() else 8))
+    for size in (1, 2) if inner == 4 else (1,):
+        rows = _transpose_stage(builder, rows, size, inner, lanes)
+    size = inner
+    while size < lanes:
+        for i in range(lanes):
+            if not i & size:
+                rows[i], rows[i + size] = _swap_blocks(builder, rows[i], rows[i + size], size, lanes)
+        size *= 2
+    return rows
+
+
+def _transpose_stage(builder, rows, size, inner, lanes):
+    """One stage inside 128-bit lanes: size 1 then (for four floats a lane) size 2, by the interleaving instructions."""
+    out = list(rows)
+    for base in range(0, lanes, inner):
+        if inner == 2:
+            out[base], out[base + 1] = _interleave(builder, rows[base], rows[base + 1], 1, lanes, 2)
+        elif size == 1:
+            # rows 0, 1 -> (columns 0, 1), (columns 2, 3); rows 2, 3 likewise
+            out[base], out[base + 1] = _interleave(builder, rows[base], rows[base + 1], 1, lanes, 4)
+            out[base + 2], out[base + 3] = _interleave(builder, rows[base + 2], rows[base + 3], 1, lanes, 4)
+        else:
+            out[base], out[base + 1] = _interleave(builder, rows[base], rows[base + 2], 2, lanes, 4)
+            out[base + 2], out[base + 3] = _interleave(builder, rows[base + 1], rows[base + 3], 2, lanes, 4)
+    return out
+
+
+@functools.cache
+def transpose_square(dtype: str, lanes: int):
+    """Intrinsic: panel[d, n] = k[n, d] for lanes x lanes elements, through registers.
+
+    k      row n at k + min(n, last) * rs_k, columns contiguous: rows past the last repeat it
+    panel  row stride rs_panel, columns contiguous
+    """
+    vector = ir.VectorType(FLOAT[dtype], lanes)
+
+    def codegen(context, builder, sig, args):
+        k, rs_k, last, panel, rs_panel = args
+        rows = []
+        for n in range(lanes):
+            number = ir.Constant(I64, n)
+            row = builder.select(builder.icmp_signed("<", number, last), number, last)
+            rows.append(load_vector(builder, k, builder.mul(row, rs_k), vector))
+        for d, column in enumerate(transposed(builder, rows)):
+            store_vector(builder, panel, builder.mul(ir.Constant(I64, d), rs_panel), column)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, k, rs_k, last, panel, rs_panel):
+        size = types.int64
+        return types.void(k, size, size, panel, size), codegen
+
+    return run
+
+
+@functools.cache
+def pack_k(dtype: str, unit: VectorUnit):
+    """Kernel: keys as panels (ceil(count / nr), head_dim, nr), so that a tile reads nr keys of one dim as registers.
+
+    k  (count, head_dim), strides rs_k, cs_k. Keys past the last repeat it: finite if it is, and masked by the caller.
+    """
+    lanes = unit.lanes(ITEMSIZE[dtype])
+    nr = tile_shape(unit)[1] * lanes
+    transpose = transpose_square(dtype, lanes)
+
+    @jit
+    def run(k, rs_k, cs_k, count, head_dim, panels):
+        whole = head_dim // lanes * lanes if cs_k == 1 else 0
+        for n in range(0, count, lanes):
+            panel = at(panels, n // nr * nr * head_dim + n % nr)
+            row, last = at(k, n * rs_k), count - 1 - n
+            for d in range(0, whole, lanes):
+                transpose(at(row, d), rs_k, last, at(panel, d * nr), nr)
+            for d in range(whole, head_dim):
+                for i in range(lanes):
+                    panel[d * nr + i] = row[min(i, last) * rs_k + d * cs_k]
+
+    return run
+
+
+@functools.cache
+def pack_v(dtype: str, unit: VectorUnit):
+    """Kernel: values as panels of nr columns, (block_n, width) each, the last one as wide as it needs to be.
+
+    v  (count, head_dim_v), strides rs_v, cs_v. Missing columns of the last panel become 0.
+    Returns 0 if all values are finite, else 1.
+    """
+    lanes = unit.lanes(ITEMSIZE[dtype])
+    nr = tile_shape(unit)[1] * lanes
+    simd = operations(dtype, lanes)
+    load, store, splat, fma, reduce_add = simd.load, simd.store, simd.splat, simd.fma, simd.reduce_add
+    scalar = getattr(np, dtype)
+
+    @jit
+    def run(v, rs_v, cs_v, count, block_n, head_dim_v, panels):
+        zero = splat(scalar(0))
+        check = zero  # stays 0 while all is finite: 0 * inf and 0 * NaN are NaN
+        padded = (head_dim_v + lanes - 1) // lanes * lanes
+        for start in range(0, padded, nr):
+            width = min(nr, padded - start)
+            panel = at(panels, start * block_n)
+            for n in range(count):
+                for d in range(start, start + width, lanes):
+                    place = n * width + d - start
+                    if cs_v == 1 and d + lanes <= head_dim_v:
+                        value = load(v, n * rs_v + d)
+                        store(panel, place, value)
+                    else:
+                        for i in range(lanes):
+                            inside = d + i < head_dim_v
+                            panel[place + i] = v[n * rs_v + (d + i) * cs_v] if inside else scalar(0)
+                        value = load(panel, place)
+                    check = fma(value, zero, check)
+        return 0 if reduce_add(check) == scalar(0) else 1
+
+    return run

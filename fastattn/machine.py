@@ -1,0 +1,82 @@
+"""Facts about this computer, each read once and lazily. Nothing here imports a compiler."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class VectorUnit:
+    """The SIMD registers that kernels are written for."""
+
+    nbytes: int  # of one register
+    registers: int
+
+    def lanes(self, itemsize: int) -> int:
+        """Elements of one register."""
+        return self.nbytes // itemsize
+
+
+AVX512 = VectorUnit(64, 32)
+AVX2 = VectorUnit(32, 16)
+NEON = VectorUnit(16, 32)
+
+
+def vector_unit(architecture: str, features: frozenset[str]) -> VectorUnit | None:
+    """The widest unit with fused multiply-add, or None: without it a kernel would call libm per lane.
+
+    architecture is the first word of an LLVM triple, features are LLVM's names.
+    """
+    if architecture in ("aarch64", "arm64"):
+        return NEON if "neon" in features else None
+    if {"avx512f", "avx512vl", "avx512dq", "avx512bw"} <= features:
+        return AVX512
+    return AVX2 if {"avx2", "fma"} <= features else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+@lru_cache(maxsize=1)
+def cache_bytes() -> tuple[int, int]:
+    """(level-1 data, level-2) cache of one core in bytes; common sizes where the system does not tell."""
+    sizes = {1: 32 << 10, 2: 512 << 10}
+    for index in range(4):
+        base = f"/sys/devices/system/cpu/cpu0/cache/index{index}/"
+        level, kind, size = _read(base + "level"), _read(base + "type"), _read(base + "size")
+        if level in ("1", "2") and kind in ("Data", "Unified") and size.endswith("K"):
+            sizes[int(level)] = int(size[:-1]) << 10
+    return sizes[1], sizes[2]
+
+
+def _cgroup_quota() -> float:
+    """CPUs that the control group grants (v2, then v1); infinity without a limit."""
+    for line in _read("/proc/self/cgroup").splitlines():
+        path = line.rpartition(":")[2]
+        for folder in ("/sys/fs/cgroup" + path, "/sys/fs/cgroup"):
+            quota, _, period = _read(folder + "/cpu.max").partition(" ")
+            if quota.isdigit() and period.isdigit():
+                return int(quota) / int(period)
+    quota, period = (_read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else float("inf")
+
+
+@lru_cache(maxsize=1)
+def default_num_threads() -> int:
+    """Threads to use unless the user says otherwise: the least of affinity, control-group quota and OMP_NUM_THREADS."""
+    try:
+        available = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        available = os.cpu_count() or 1
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    asked = int(limit) if limit.isdigit() and int(limit) > 0 else available
+    # A quota of 1.5 CPUs is best served by 2 threads: they are throttled, not starved.
+    quota = _cgroup_quota()
+    return max(1, min(available, asked, available if quota == float("inf") else -int(-quota // 1)))

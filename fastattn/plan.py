@@ -1,0 +1,90 @@
+"""Problem + machine -> Plan: which backend, which blocks, and why. Arithmetic only: no arrays."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .cpu.threads import get_num_threads
+from .problem import Plan, Problem
+
+BACKENDS = ("auto", "numpy", "cpu")
+
+# Keys of one online-softmax step and of one run of it. They fix the order of additions of a row, so they may depend on
+# nothing but the dtype: never on lengths, batch or threads.
+BLOCK_N = {"float32": 256, "float64": 128}
+SPLIT_N = 1024
+# Query rows of a work item. More rows share the packing of a key block; their state should stay in the level-2 cache.
+BLOCK_M = 384
+MC = 48  # rows whose scores are held at once
+# Work below this is faster on one thread: waking another costs about 10 us.
+FLOP_PER_THREAD = 2_000_000
+
+
+def plan(problem: Problem, backend: str = "auto") -> Plan:
+    """Return how `problem` will be run with the present number of threads. Only "auto" falls back.
+
+    Raises
+    ------
+    ImportError  backend="cpu" and no compiler is installed, or the CPU lacks the registers that kernels need
+    """
+    return _plan(problem, backend, get_num_threads())
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, backend: str, num_threads: int) -> Plan:
+    if backend == "numpy":
+        return _numpy_plan(problem, "asked for by name", "backend='numpy' was asked for", num_threads)
+    # Here, and not at the top: asking for a kernel loads the compiler's run-time part.
+    from .cpu.run import unavailable
+
+    why_not = unavailable(problem.variant)
+    if not why_not:
+        reason = "asked for by name" if backend == "cpu" else "the compiled kernel is the fastest here"
+        return _cpu_plan(problem, reason, num_threads)
+    if backend == "cpu":
+        raise ImportError(f"backend='cpu' cannot run here: {why_not}. backend='auto' falls back to NumPy.")
+    return _numpy_plan(problem, "the fallback that always answers", why_not, num_threads)
+
+
+def _numpy_plan(problem: Problem, reason: str, why_not_cpu: str, num_threads: int) -> Plan:
+    return Plan(
+        backend="numpy",
+        problem=problem,
+        reason=reason,
+        rejected=(("cpu", why_not_cpu),),
+        block_m=256,
+        block_n=1024,
+        num_threads=num_threads,  # the BLAS library decides
+    )
+
+
+def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
+    heads = problem.batch * problem.heads_kv
+    rows = problem.group * problem.seqlen_q
+    threads = max(1, min(num_threads, problem.flop // FLOP_PER_THREAD))
+    block_m = block_m_for(rows, heads, threads)
+    blocks = heads * -(-rows // block_m)
+    splits = -(-problem.seqlen_k // SPLIT_N)
+    # Splitting pays where there are too few blocks of queries to go round, and costs a pass over the partial results.
+    num_splits = splits if threads > 1 and blocks < 4 * threads else 1
+    return Plan(
+        backend="cpu",
+        problem=problem,
+        reason=reason,
+        rejected=(("numpy", "slower: its scores and probabilities go through memory"),),
+        block_m=block_m,
+        block_n=BLOCK_N[problem.variant.dtype],
+        num_threads=min(threads, blocks * num_splits),
+        mc=MC,
+        split_n=SPLIT_N,
+        num_splits=num_splits,
+        work_items=blocks * num_splits,
+    )
+
+
+def block_m_for(rows: int, heads: int, threads: int) -> int:
+    """Rows of a work item: BLOCK_M, or fewer where the threads would otherwise wait for the last item."""
+    block_m = min(BLOCK_M, rows)
+    while block_m > 2 * MC and heads * -(-rows // block_m) < 4 * threads:
+        block_m = -(-block_m // 2 // MC) * MC
+    return max(block_m, 1)
