@@ -26,7 +26,8 @@ NEON = VectorUnit(16, 32)
 
 
 def vector_unit(architecture: str, features: frozenset[str]) -> VectorUnit | None:
-    """The widest unit with fused multiply-add, or None: without it a kernel would call libm per lane.
+    """The widest unit with fused multiply-add, or None: without it a kernel would call libm per
+    lane.
 
     architecture is the first word of an LLVM triple, features are LLVM's names.
     """
@@ -46,7 +47,9 @@ def _read(path: str) -> str:
 
 @lru_cache(maxsize=1)
 def cache_bytes() -> tuple[int, int]:
-    """(level-1 data, level-2) cache of one core in bytes; common sizes where the system does not tell."""
+    """(level-1 data, level-2) cache of one core in bytes; common sizes where the system does not
+    tell.
+    """
     sizes = {1: 32 << 10, 2: 512 << 10}
     for index in range(4):
         base = f"/sys/devices/system/cpu/cpu0/cache/index{index}/"
@@ -70,7 +73,9 @@ def _cgroup_quota() -> float:
 
 @lru_cache(maxsize=1)
 def default_num_threads() -> int:
-    """Threads to use unless the user says otherwise: the least of affinity, control-group quota and OMP_NUM_THREADS."""
+    """Threads to use unless the user says otherwise: the least of affinity, control-group quota
+    and OMP_NUM_THREADS.
+    """
     try:
         available = len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system

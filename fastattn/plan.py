@@ -7,13 +7,12 @@ from functools import lru_cache
 from .cpu.threads import get_num_threads
 from .problem import Plan, Problem
 
-BACKENDS = ("auto", "numpy", "cpu")
-
-# Keys of one online-softmax step and of one run of it. They fix the order of additions of a row, so they may depend on
-# nothing but the dtype: never on lengths, batch or threads.
+# Keys of one online-softmax step and of one run of it. They fix the order of additions of a row, so
+# they may depend on nothing but the dtype: never on lengths, batch or threads.
 BLOCK_N = {"float32": 256, "float64": 128}
 SPLIT_N = 1024
-# Query rows of a work item. More rows share the packing of a key block; their state should stay in the level-2 cache.
+# Query rows of a work item. More rows share the packing of a key block; their state should stay in
+# the level-2 cache.
 BLOCK_M = 384
 MC = 48  # rows whose scores are held at once
 # Work below this is faster on one thread: waking another costs about 10 us.
@@ -25,7 +24,8 @@ def plan(problem: Problem, backend: str = "auto") -> Plan:
 
     Raises
     ------
-    ImportError  backend="cpu" and no compiler is installed, or the CPU lacks the registers that kernels need
+    ImportError  backend="cpu" and no compiler is installed, or the CPU lacks the registers that
+                 kernels need
     """
     return _plan(problem, backend, get_num_threads())
 
@@ -33,16 +33,22 @@ def plan(problem: Problem, backend: str = "auto") -> Plan:
 @lru_cache(maxsize=1024)
 def _plan(problem: Problem, backend: str, num_threads: int) -> Plan:
     if backend == "numpy":
-        return _numpy_plan(problem, "asked for by name", "backend='numpy' was asked for", num_threads)
+        return _numpy_plan(
+            problem, "asked for by name", "backend='numpy' was asked for", num_threads
+        )
     # Here, and not at the top: asking for a kernel loads the compiler's run-time part.
     from .cpu.run import unavailable
 
     why_not = unavailable(problem.variant)
     if not why_not:
-        reason = "asked for by name" if backend == "cpu" else "the compiled kernel is the fastest here"
+        reason = (
+            "asked for by name" if backend == "cpu" else "the compiled kernel is the fastest here"
+        )
         return _cpu_plan(problem, reason, num_threads)
     if backend == "cpu":
-        raise ImportError(f"backend='cpu' cannot run here: {why_not}. backend='auto' falls back to NumPy.")
+        raise ImportError(
+            f"backend='cpu' cannot run here: {why_not}. backend='auto' falls back to NumPy."
+        )
     return _numpy_plan(problem, "the fallback that always answers", why_not, num_threads)
 
 
@@ -65,7 +71,8 @@ def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
     block_m = block_m_for(rows, heads, threads)
     blocks = heads * -(-rows // block_m)
     splits = -(-problem.seqlen_k // SPLIT_N)
-    # Splitting pays where there are too few blocks of queries to go round, and costs a pass over the partial results.
+    # Splitting pays where there are too few blocks of queries to go round, and costs a pass over
+    # the partial results.
     num_splits = splits if threads > 1 and blocks < 4 * threads else 1
     return Plan(
         backend="cpu",
@@ -83,7 +90,9 @@ def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
 
 
 def block_m_for(rows: int, heads: int, threads: int) -> int:
-    """Rows of a work item: BLOCK_M, or fewer where the threads would otherwise wait for the last item."""
+    """Rows of a work item: BLOCK_M, or fewer where the threads would otherwise wait for the last
+    item.
+    """
     block_m = min(BLOCK_M, rows)
     while block_m > 2 * MC and heads * -(-rows // block_m) < 4 * threads:
         block_m = -(-block_m // 2 // MC) * MC

@@ -1,4 +1,6 @@
-"""The frozen records that pass between check, plan and run. No arrays, no logic: hashable, printable."""
+"""The frozen records that pass between check, plan and run. No arrays, no logic: hashable,
+printable.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,15 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a compiled kernel is specialised for. Every field is a constant to it and part of its cache key."""
+    """What a compiled kernel is specialised for. Every field is a constant to it and part of its
+    cache key.
+    """
 
     dtype: str  # of q, k, v and out: "float32" or "float64"; sums are in the same type
     has_mask: bool = False
-    bias_dtype: str = ""  # storage type of the bias: "float16", "float32", "float64"; "" without a bias
+    bias_dtype: str = (
+        ""  # storage type of the bias: "float16", "float32", "float64"; "" without a bias
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +43,16 @@ class Problem:
     @property
     def group(self) -> int:
         """Query heads per key head."""
-        return self.heads_q // self.heads_kv
+        return self.heads_q // self.heads_kv if self.heads_kv else 0
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head that the window allows; mask and bias are not looked at."""
+        """(query, key) pairs of one head that the window allows, mask and bias aside."""
         i = np.arange(self.seqlen_q, dtype=np.int64) + self.offset
         start = 0 if self.left is None else np.clip(i - self.left, 0, self.seqlen_k)
-        stop = self.seqlen_k if self.right is None else np.clip(i + self.right + 1, 0, self.seqlen_k)
+        stop = (
+            self.seqlen_k if self.right is None else np.clip(i + self.right + 1, 0, self.seqlen_k)
+        )
         return int(np.sum(np.broadcast_to(np.maximum(stop - start, 0), i.shape)))
 
     @property
@@ -57,8 +65,9 @@ class Problem:
 class Operands(NamedTuple):
     """The arrays of one call as check() hands them to a backend: canonical views, nothing expanded.
 
-    All share the leading dimensions (stride 0 where broadcast), are native-endian and aligned, and have
-    strides that are multiples of their itemsize (of any sign, 0 included). Inputs may be read-only.
+    All share the leading dimensions (stride 0 where broadcast), are native-endian and aligned, and
+    have strides that are multiples of their itemsize (of any sign, 0 included). Inputs may be read-
+    only.
     """
 
     q: np.ndarray  # (*lead, heads_q, seqlen_q, head_dim)
@@ -67,7 +76,9 @@ class Operands(NamedTuple):
     mask: np.ndarray | None  # (*lead, heads_q, seqlen_q, seqlen_k) bool, True = may attend
     bias: np.ndarray | None  # (*lead, heads_q, seqlen_q, seqlen_k) float, added after scale
     out: np.ndarray  # (*lead, heads_q, seqlen_q, head_dim_v); written, every element
-    lse: np.ndarray | None  # (*lead, heads_q, seqlen_q) dtype of out, natural log; written if not None
+    lse: (
+        np.ndarray | None
+    )  # (*lead, heads_q, seqlen_q) dtype of out, natural log; written if not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +99,24 @@ class Plan:
 
     def __str__(self) -> str:
         problem = self.problem
-        lines = [
-            f"backend     {self.backend}: {self.reason}",
-            *(f"not {name:7} {why}" for name, why in self.rejected),
-            f"problem     {problem.batch} x {problem.heads_q} heads over {problem.heads_kv}, "
-            f"{problem.seqlen_q} queries x {problem.seqlen_k} keys, head_dim {problem.head_dim}/{problem.head_dim_v}, "
-            f"{problem.variant.dtype}",
-            f"work        {problem.flop / 1e9:.3g} Gflop over {problem.visible_pairs} visible pairs a head",
-            f"blocks      block_m {self.block_m}, block_n {self.block_n}, mc {self.mc}, split_n {self.split_n}",
-            f"threads     {self.num_threads} for {self.work_items} work items, {self.num_splits} along the keys",
+        sizes = (
+            f"{problem.batch} x {problem.heads_q} heads over {problem.heads_kv}, "
+            f"{problem.seqlen_q} queries x {problem.seqlen_k} keys, "
+            f"head_dim {problem.head_dim}/{problem.head_dim_v}, {problem.variant.dtype}"
+        )
+        pairs = f"{problem.flop / 1e9:.3g} Gflop over {problem.visible_pairs} visible pairs a head"
+        blocks = f"block_m {self.block_m}, block_n {self.block_n}"
+        if self.backend == "cpu":
+            blocks += f", mc {self.mc}, split_n {self.split_n}"
+        items = f"{self.num_threads} for {self.work_items} work items"
+        if self.num_splits > 1:
+            items += f", {self.num_splits} along the keys"
+        rows = [
+            ("backend", f"{self.backend}: {self.reason}"),
+            *((f"not {name}", why) for name, why in self.rejected),
+            ("problem", sizes),
+            ("work", pairs),
+            ("blocks", blocks),
+            ("threads", items),
         ]
-        return "\n".join(lines)
+        return "\n".join(f"{name:<11} {text}" for name, text in rows)

@@ -1,7 +1,8 @@
-"""Few queries against many keys: the keys are split over work items, and their partial results merged here.
+"""Few queries against many keys: the keys are split over work items, and their partial results
+merged here.
 
-The items themselves are forward()'s; the merge is the one that forward() does at the same key indices, in the same order,
-so that a row's bits do not depend on whether its keys were split.
+The items themselves are forward()'s; the merge is the one that forward() does at the same key
+indices, in the same order, so that a row's bits do not depend on whether its keys were split.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from .softmax import merge
 
 
 def combine_kernel(variant: Variant, unit: VectorUnit):
-    """Return the kernel: merge the splits of each row in order, normalise, write out and lse. An item is one row."""
+    """Return the kernel: merge the splits of each row in order, normalise, write out and lse. An
+    item is one row.
+    """
     lanes = unit.lanes(ITEMSIZE[variant.dtype])
     fold, finish = merge(variant.dtype, lanes), write_rows(variant.dtype, lanes)
     real, integers = pointer_to(variant.dtype), pointer_to("int64")

@@ -1,7 +1,8 @@
 """Register-tile products and the packing of their operands.
 
-The order of additions is part of the contract: every element of a product is one chain of fused multiply-adds along the
-contracted axis, whatever tile it falls into. A row's result therefore does not depend on its neighbours.
+The order of additions is part of the contract: every element of a product is one chain of fused
+multiply-adds along the contracted axis, whatever tile it falls into. A row's result therefore does
+not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from .simd import (
     store_vector,
 )
 
-# (mr rows, nv registers of columns) by number of vector registers: mr * nv accumulators + nv columns + 1 broadcast fit.
+# (mr rows, nv registers of columns) by number of vector registers: mr * nv accumulators + nv
+# columns + 1 broadcast fit.
 TILE = {16: (6, 2), 32: (14, 2)}
 
 
@@ -39,15 +41,21 @@ def tile_shape(unit: VectorUnit) -> tuple[int, int]:
 
 @functools.cache
 def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
-    """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in registers.
+    """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in
+    registers.
+
+    The sum starts at 0 and c is added last: rounding errors grow with the length of one chain, not
+    of all of them.
 
     a  (mr, depth), row stride rs_a, columns contiguous
-    b  (depth, nv * lanes), row stride rs_b, columns contiguous: one packed panel, or rows as they lie
+    b  (depth, nv * lanes), row stride rs_b, columns contiguous: one packed panel, or rows as they
+       lie
     c  (mr, nv * lanes), row stride rs_c, columns contiguous
 
     Requires  mr * nv + nv + 1 vector registers. depth may be 0.
     Writes    c only; reads it only if accumulate (its old contents may else be NaN).
-    Source    Van Zee and van de Geijn 2015, BLIS: A Framework for Rapidly Instantiating BLAS Functionality.
+    Source    Van Zee and van de Geijn 2015, BLIS: A Framework for Rapidly Instantiating BLAS
+              Functionality.
     """
     vector = ir.VectorType(FLOAT[dtype], lanes)
     tile = [(m, n) for m in range(mr) for n in range(nv)]
@@ -59,9 +67,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
         c_at = {
             (m, n): builder.add(builder.mul(number(m), rs_c), number(n * lanes)) for m, n in tile
         }
-        first = {
-            t: load_vector(builder, c, c_at[t], vector) if accumulate else constant(vector, 0.0) for t in tile
-        }
+        zero = constant(vector, 0.0)
         before = builder.block
         loop, done = builder.append_basic_block("depth"), builder.append_basic_block("done")
         builder.cbranch(builder.icmp_signed(">", depth, number(0)), loop, done)
@@ -78,7 +84,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
                 new[m, n] = call(builder, "fma", [element, columns[n], acc[m, n]])
         d_next, row_next = builder.add(d, number(1)), builder.gep(row, [rs_b])
         for phi, start, step in [(d, number(0), d_next), (row, b, row_next)] + [
-            (acc[t], first[t], new[t]) for t in tile
+            (acc[t], zero, new[t]) for t in tile
         ]:
             phi.add_incoming(start, before)
             phi.add_incoming(step, loop)
@@ -86,12 +92,14 @@ def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
 
         builder.position_at_end(done)
         for t in tile:
-            result = builder.phi(vector)
-            result.add_incoming(first[t], before)
-            result.add_incoming(new[t], loop)
-            first[t] = result
+            total = acc[t] = builder.phi(vector)
+            total.add_incoming(zero, before)
+            total.add_incoming(new[t], loop)
         for t in tile:
-            store_vector(builder, c, c_at[t], first[t])
+            total = acc[t]
+            if accumulate:
+                total = builder.fadd(load_vector(builder, c, c_at[t], vector), total)
+            store_vector(builder, c, c_at[t], total)
         return context.get_dummy_value()
 
     @intrinsic
@@ -104,7 +112,9 @@ def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
 
 @functools.cache
 def panel_product(dtype: str, unit: VectorUnit, nv: int, accumulate: bool):
-    """Kernel: product() for any number of rows against one panel of nv registers: the tall tile, then lower ones."""
+    """Kernel: product() for any number of rows against one panel of nv registers: the tall tile,
+    then lower ones.
+    """
     lanes = unit.lanes(ITEMSIZE[dtype])
     mr, _ = tile_shape(unit)
     tall, four, two, one = (product(dtype, lanes, m, nv, accumulate) for m in (mr, 4, 2, 1))
@@ -128,7 +138,9 @@ def panel_product(dtype: str, unit: VectorUnit, nv: int, accumulate: bool):
 
 
 def _interleave(builder, x, y, size: int, lanes: int, group: int):
-    """(low, high): within each group of lanes, runs of `size` lanes of x and y in turn: x0 y0 x1 y1 ... (one instruction)."""
+    """(low, high): within each group of lanes, runs of `size` lanes of x and y in turn: x0 y0 x1
+    y1 ... (one instruction).
+    """
     index = ir.VectorType(ir.IntType(32), lanes)
     halves = []
     for half in range(2):
@@ -143,20 +155,26 @@ def _interleave(builder, x, y, size: int, lanes: int, group: int):
 
 
 def _swap_blocks(builder, x, y, size: int, lanes: int):
-    """(x', y'): blocks of `size` lanes; x' takes the even blocks of x and y in turn, y' the odd ones."""
+    """(x', y'): blocks of `size` lanes; x' takes the even blocks of x and y in turn, y' the odd
+    ones.
+    """
     index = ir.VectorType(ir.IntType(32), lanes)
     pair = []
     for odd in range(2):
         order = []
         for start in range(0, lanes, 2 * size):
             first = start + odd * size
-            order += list(range(first, first + size)) + list(range(lanes + first, lanes + first + size))
+            order += list(range(first, first + size)) + list(
+                range(lanes + first, lanes + first + size)
+            )
         pair.append(builder.shuffle_vector(x, y, ir.Constant(index, order)))
     return pair
 
 
 def transposed(builder, rows: list) -> list:
-    """LLVM values: the transpose of a square of registers. First inside 128-bit lanes, then whole lanes change places."""
+    """LLVM values: the transpose of a square of registers. First inside 128-bit lanes, then whole
+    lanes change places.
+    """
     lanes = len(rows)
     inner = min(lanes, 16 // (4 if rows[0].type.element == ir.FloatType() else 8))
     for size in (1, 2) if inner == 4 else (1,):
@@ -165,13 +183,17 @@ def transposed(builder, rows: list) -> list:
     while size < lanes:
         for i in range(lanes):
             if not i & size:
-                rows[i], rows[i + size] = _swap_blocks(builder, rows[i], rows[i + size], size, lanes)
+                rows[i], rows[i + size] = _swap_blocks(
+                    builder, rows[i], rows[i + size], size, lanes
+                )
         size *= 2
     return rows
 
 
 def _transpose_stage(builder, rows, size, inner, lanes):
-    """One stage inside 128-bit lanes: size 1 then (for four floats a lane) size 2, by the interleaving instructions."""
+    """One stage inside 128-bit lanes: size 1 then (for four floats a lane) size 2, by the
+    interleaving instructions.
+    """
     out = list(rows)
     for base in range(0, lanes, inner):
         if inner == 2:
@@ -179,10 +201,14 @@ def _transpose_stage(builder, rows, size, inner, lanes):
         elif size == 1:
             # rows 0, 1 -> (columns 0, 1), (columns 2, 3); rows 2, 3 likewise
             out[base], out[base + 1] = _interleave(builder, rows[base], rows[base + 1], 1, lanes, 4)
-            out[base + 2], out[base + 3] = _interleave(builder, rows[base + 2], rows[base + 3], 1, lanes, 4)
+            out[base + 2], out[base + 3] = _interleave(
+                builder, rows[base + 2], rows[base + 3], 1, lanes, 4
+            )
         else:
             out[base], out[base + 1] = _interleave(builder, rows[base], rows[base + 2], 2, lanes, 4)
-            out[base + 2], out[base + 3] = _interleave(builder, rows[base + 1], rows[base + 3], 2, lanes, 4)
+            out[base + 2], out[base + 3] = _interleave(
+                builder, rows[base + 1], rows[base + 3], 2, lanes, 4
+            )
     return out
 
 
@@ -216,9 +242,11 @@ def transpose_square(dtype: str, lanes: int):
 
 @functools.cache
 def pack_k(dtype: str, unit: VectorUnit):
-    """Kernel: keys as panels (ceil(count / nr), head_dim, nr), so that a tile reads nr keys of one dim as registers.
+    """Kernel: keys as panels (ceil(count / nr), head_dim, nr), so that a tile reads nr keys of one
+    dim as registers.
 
-    k  (count, head_dim), strides rs_k, cs_k. Keys past the last repeat it: finite if it is, and masked by the caller.
+    k  (count, head_dim), strides rs_k, cs_k. Keys past the last repeat it: finite if it is, and
+       masked by the caller.
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
     nr = tile_shape(unit)[1] * lanes
@@ -241,7 +269,8 @@ def pack_k(dtype: str, unit: VectorUnit):
 
 @functools.cache
 def pack_v(dtype: str, unit: VectorUnit):
-    """Kernel: values as panels of nr columns, (block_n, width) each, the last one as wide as it needs to be.
+    """Kernel: values as panels of nr columns, (block_n, width) each, the last one as wide as it
+    needs to be.
 
     v  (count, head_dim_v), strides rs_v, cs_v. Missing columns of the last panel become 0.
     Returns 0 if all values are finite, else 1.
@@ -249,7 +278,13 @@ def pack_v(dtype: str, unit: VectorUnit):
     lanes = unit.lanes(ITEMSIZE[dtype])
     nr = tile_shape(unit)[1] * lanes
     simd = operations(dtype, lanes)
-    load, store, splat, fma, reduce_add = simd.load, simd.store, simd.splat, simd.fma, simd.reduce_add
+    load, store, splat, fma, reduce_add = (
+        simd.load,
+        simd.store,
+        simd.splat,
+        simd.fma,
+        simd.reduce_add,
+    )
     scalar = getattr(np, dtype)
 
     @jit

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from itertools import product
+from ctypes import addressof, c_int64
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
+from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
 from . import compile, threads
-from .job import Job, pack
+from .job import PARTS, pack
 
 LOG2_E = 1.4426950408889634  # 1 / ln 2
 LN_2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side of None: past any key
-SCRATCH_KEPT = 8 << 20  # bytes of scratch that a thread keeps for its next call
-_scratch = threading.local()
+LINE = 64  # bytes of a cache line
+SCRATCH_KEPT = (
+    8 << 20
+)  # bytes of scratch that a thread keeps for its next call: fresh pages cost 0.1 ms a call
+ITEMS_PER_CALL = 1 << 30
+_kept = threading.local()
+_ABSENT = (0,) * len(PARTS)
 
 
 def unavailable(variant: Variant) -> str:
@@ -24,10 +31,12 @@ def unavailable(variant: Variant) -> str:
     return compile.unavailable(("forward", variant))
 
 
-def _kernel(name: str, variant: Variant) -> compile.Kernel:
-    """A compiled kernel; the module that defines it, and with it Numba, is imported only if it must be compiled."""
+def kernel(name: str, variant: Variant) -> compile.Kernel:
+    """A compiled kernel. The module that defines it, and Numba with it, is imported only if it
+    must be compiled.
+    """
 
-    def build(unit):
+    def build(unit: VectorUnit):
         if name == "forward":
             from .forward import forward_kernel as factory
         else:
@@ -37,115 +46,152 @@ def _kernel(name: str, variant: Variant) -> compile.Kernel:
     return compile.kernel((name, variant), build)
 
 
-def scratch(elements: int, dtype: str) -> int:
-    """Address of this thread's scratch, aligned to a cache line; its contents are whatever the last call left."""
-    nbytes = elements * np.dtype(dtype).itemsize + 64
-    kept = getattr(_scratch, "buffer", None)
-    if kept is None or kept.nbytes < nbytes:
-        kept = np.empty(nbytes, np.uint8)
-        if nbytes <= SCRATCH_KEPT:
-            _scratch.buffer = kept
-        _scratch.current = kept
-    return (kept.ctypes.data + 63) & -64
+@dataclass(frozen=True)
+class _Prepared:
+    """What run() needs of a plan besides arrays: made once, as it costs more than a small call."""
+
+    forward: compile.Kernel
+    combine: compile.Kernel | None
+    sizes: tuple  # the first fields of the job, up to num_splits
+    num_items: int
+    num_rows: int
+    acc_stride: int
+    scratch_bytes: int
 
 
-def _layout(name: str, array: np.ndarray | None, axes: str) -> tuple[dict[str, int], np.ndarray | None]:
-    """Job fields of one operand: address, strides in elements, and a table of offsets where one stride cannot do."""
-    if array is None:
-        return dict.fromkeys([name, name + "_table", name + "_batch", *(name + a for a in axes.split())], 0), None
-    size = array.itemsize
-    steps = [s // size for s in array.strides]
-    lead = array.ndim - 3
-    fields = {name: array.ctypes.data, name + "_table": 0, name + "_batch": 0}
-    fields |= {name + axis: step for axis, step in zip(axes.split(), steps[lead:], strict=True)}
-    table = None
-    if lead == 1:
-        fields[name + "_batch"] = steps[0]
-    elif lead > 1:
-        table = _offsets(array.shape[:lead], steps[:lead])
-        fields[name + "_table"] = table.ctypes.data
-    return fields, table
-
-
-def _offsets(shape: tuple[int, ...], steps: list[int]) -> np.ndarray:
-    """(batch,) int64: offset of each leading index, in C order."""
-    offsets = np.zeros(1, np.int64)
-    for length, step in zip(shape, steps, strict=True):
-        offsets = (offsets[:, None] + np.arange(length, dtype=np.int64) * step).ravel()
-    return offsets
+@lru_cache(maxsize=1024)
+def _prepare(plan: Plan) -> _Prepared:
+    problem, variant = plan.problem, plan.problem.variant
+    itemsize = np.dtype(variant.dtype).itemsize
+    lanes = compile.vector_unit_of(compile.host_target()).lanes(itemsize)
+    acc_stride = -(-problem.head_dim_v // lanes) * lanes
+    # Not a power of two, whose rows would fall into the same sets of the cache.
+    s_stride = plan.block_n + lanes
+    rows = problem.group * problem.seqlen_q
+    heads = problem.batch * problem.heads_kv
+    m_blocks = -(-rows // plan.block_m)
+    elements = (
+        plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
+        + plan.block_n * (problem.head_dim + acc_stride)
+        + plan.mc * s_stride
+        + lanes
+    )
+    sizes = (
+        abs(problem.scale) * LOG2_E or 1.0,
+        float(np.sign(problem.scale)),
+        problem.heads_kv,
+        problem.group,
+        rows,
+        problem.seqlen_k,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.offset,
+        UNLIMITED if problem.left is None else problem.left,
+        UNLIMITED if problem.right is None else problem.right,
+        plan.block_m,
+        m_blocks,
+        plan.block_n,
+        plan.mc,
+        s_stride,
+        acc_stride,
+        plan.split_n,
+        plan.num_splits,
+    )
+    return _Prepared(
+        forward=kernel("forward", variant),
+        combine=kernel("combine", variant) if plan.num_splits > 1 else None,
+        sizes=sizes,
+        num_items=heads * m_blocks * plan.num_splits,
+        num_rows=heads * rows,
+        acc_stride=acc_stride,
+        scratch_bytes=elements * itemsize + LINE,
+    )
 
 
 def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     """Write operands.out and operands.lse."""
-    variant = problem.variant
-    dtype = np.dtype(variant.dtype)
-    unit = compile.host_target().unit
-    lanes = unit.lanes(dtype.itemsize)
-    nr = 2 * lanes
-    acc_stride = -(-problem.head_dim_v // lanes) * lanes
-    rows = problem.group * problem.seqlen_q
-    heads = problem.batch * problem.heads_kv
-    m_blocks = -(-rows // plan.block_m)
-    s_stride = -(-plan.block_n // nr) * nr + lanes
-    counter = np.zeros(16, np.int64)
+    prepared = _prepare(plan)
+    dtype = operands.out.dtype
+    counter = c_int64()
     state = None if operands.lse is None else np.empty((*operands.lse.shape, 2), dtype)
-    partial = np.empty((heads * rows * plan.num_splits, acc_stride + 2), dtype) if plan.num_splits > 1 else None
-    fields: dict[str, int] = {}
-    tables = []
-    for name, array, axes in (
-        ("q", operands.q, "_head _row _col"),
-        ("k", operands.k, "_head _row _col"),
-        ("v", operands.v, "_head _row _col"),
-        ("out", operands.out, "_head _row _col"),
-        ("mask", operands.mask, "_head _row _col"),
-        ("bias", operands.bias, "_head _row _col"),
-    ):
-        layout, table = _layout(name, array, axes)
-        fields |= layout
-        tables.append(table)
-    job = Job(
-        scale_log2=problem.scale * LOG2_E,
-        counter=counter.ctypes.data,
-        num_items=heads * m_blocks * plan.num_splits,
-        lse=0 if state is None else state.ctypes.data,
-        partial=0 if partial is None else partial.ctypes.data,
-        heads_kv=problem.heads_kv,
-        group=problem.group,
-        rows=rows,
-        seqlen_k=problem.seqlen_k,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        offset=problem.offset,
-        left=UNLIMITED if problem.left is None else problem.left,
-        right=UNLIMITED if problem.right is None else problem.right,
-        block_m=plan.block_m,
-        m_blocks=m_blocks,
-        block_n=plan.block_n,
-        mc=plan.mc,
-        s_stride=s_stride,
-        acc_stride=acc_stride,
-        split_n=plan.split_n,
-        num_splits=plan.num_splits,
-        **fields,
-    )
-    keys = -(-plan.block_n // nr) * nr
-    elements = plan.block_m * (problem.head_dim + 2 * acc_stride + 4) + keys * (problem.head_dim + acc_stride) + plan.mc * s_stride + 64
-    packed = pack(job)
-    address = ctypes.cast(packed, ctypes.c_void_p).value
-    kernel = _kernel("forward", variant)
+    partial = None
+    if prepared.combine is not None:
+        partial = np.empty((prepared.num_rows * plan.num_splits, prepared.acc_stride + 2), dtype)
+    addresses = (addressof(counter), _address(state), _address(partial))
+    tables: list[np.ndarray] = []
+    layouts = [
+        field
+        for array in (
+            operands.q,
+            operands.k,
+            operands.v,
+            operands.out,
+            operands.mask,
+            operands.bias,
+        )
+        for field in _layout(array, tables)
+    ]
+    job = pack((*prepared.sizes, prepared.num_items, *addresses, *layouts))
+    _share_out(prepared.forward, job, plan.num_threads, prepared.scratch_bytes)
+    if prepared.combine is not None:
+        counter.value = 0
+        job = pack((*prepared.sizes, prepared.num_rows, *addresses, *layouts))
+        _share_out(prepared.combine, job, plan.num_threads, 0)
+    if state is not None:
+        # log(0) of a row that saw nothing is -inf, as it should be
+        with np.errstate(divide="ignore", invalid="ignore"):
+            np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=operands.lse)
 
-    def work():
-        where = scratch(elements, variant.dtype)
-        while kernel(address, where, 1 << 60):
+
+def _share_out(function: compile.Kernel, job, num_threads: int, scratch_bytes: int) -> None:
+    """Run a kernel on the job's items until none is left."""
+    address = addressof(job)
+
+    def work() -> None:
+        scratch = _scratch(scratch_bytes)
+        place = (_address(scratch) + LINE - 1) & -LINE
+        # The kernel comes back now and then, so that Python can act on a signal.
+        while function(address, place, ITEMS_PER_CALL):
             pass
 
-    threads.run_on_threads(work, min(plan.num_threads, job.num_items))
-    if partial is not None:
-        counter[0] = 0
-        packed = pack(job._replace(num_items=heads * rows))
-        address = ctypes.cast(packed, ctypes.c_void_p).value
-        combine = _kernel("combine", variant)
-        combine(address, 0, 1 << 60)
-    if state is not None:
-        with np.errstate(divide="ignore"):
-            np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=operands.lse)
+    if num_threads == 1:
+        work()
+    else:
+        threads.run_on_threads(work, num_threads)
+
+
+def _scratch(nbytes: int) -> np.ndarray:
+    """This thread's scratch; it holds whatever the last call left."""
+    buffer = getattr(_kept, "buffer", None)
+    if buffer is None or buffer.nbytes < nbytes:
+        buffer = np.empty(nbytes, np.uint8)
+        if nbytes <= SCRATCH_KEPT:
+            _kept.buffer = buffer
+    return buffer
+
+
+def _address(array: np.ndarray | None) -> int:
+    return 0 if array is None else array.__array_interface__["data"][0]
+
+
+def _layout(array: np.ndarray | None, tables: list[np.ndarray]) -> tuple[int, ...]:
+    """The job's fields of one operand, in the order of PARTS; a table of offsets, if it needs one,
+    goes to `tables`.
+    """
+    if array is None:
+        return _ABSENT
+    itemsize = array.itemsize
+    *lead, head, row, col = [stride // itemsize for stride in array.strides]
+    if len(lead) < 2:
+        return _address(array), 0, lead[0] if lead else 0, head, row, col
+    table = _offsets(array.shape[:-3], lead)
+    tables.append(table)
+    return _address(array), _address(table), 0, head, row, col
+
+
+def _offsets(shape: tuple[int, ...], strides: list[int]) -> np.ndarray:
+    """(batch,) int64: offset of each leading index, in C order."""
+    offsets = np.zeros(1, np.int64)
+    for length, stride in zip(shape, strides, strict=True):
+        offsets = (offsets[:, None] + np.arange(length, dtype=np.int64) * stride).ravel()
+    return offsets

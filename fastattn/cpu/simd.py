@@ -1,8 +1,10 @@
-"""SIMD registers as Numba types: one value is `lanes` floats, integers or truth values of one width.
+"""SIMD registers as Numba types: one value is `lanes` floats, integers or truth values of one
+width.
 
-Operators (+ - * / < <= > >= == != & |) work lane by lane and take a scalar on either side. `operations(dtype, lanes)`
-gives the functions that need to know the width: load, store, splat, fma, exp2, ... Nothing here is compiled with fast-math
-flags: every rounding is written down, so that results do not depend on the optimiser (exp2 needs that to be right at all).
+Operators (+ - * / < <= > >= == != & |) work lane by lane and take a scalar on either side.
+`operations(dtype, lanes)` gives the functions that need to know the width: load, store, splat, fma,
+exp2, ... Nothing here is compiled with fast-math flags: every rounding is written down, so that
+results do not depend on the optimiser (exp2 needs that to be right at all).
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ jit = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wr
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 FLOAT = {"float16": ir.HalfType(), "float32": ir.FloatType(), "float64": ir.DoubleType()}
-# A truth value is an integer lane, 0 or -1, as wide as the floats beside it: <n x i1> variables would be packed to bits.
+# A truth value is an integer lane, 0 or -1, as wide as the floats beside it: <n x i1> variables
+# would be packed to bits.
 INTEGER = {"float32": I32, "float64": I64}
 SUFFIX = {"float32": "f32", "float64": "f64"}
 NUMBA = {name: getattr(types, name) for name in ("float16", "float32", "float64")}
 ITEMSIZE = {"float16": 2, "float32": 4, "float64": 8}
 
-# 2**f on [-0.5, 0.5], c0 = 1 first: minimax for the relative error. float32: 1.9e-9, with all roundings 0.78 units in
-# the last place (degree 5: 2.2). float64: 1.8e-17.
+# 2**f on [-0.5, 0.5], c0 = 1 first: minimax for the relative error. float32: 1.9e-9, with all
+# roundings 0.78 units in the last place (degree 5: 2.2). float64: 1.8e-17.
 EXP2 = {
     "float32": (
         1.0,
@@ -58,7 +61,8 @@ EXP2 = {
         4.0780431016122749145e-10,
     ),
 }
-# (mantissa bits, exponent bias): adding 1.5 * 2**bits + bias to x leaves round(x) + bias in the low bits of the sum.
+# (mantissa bits, exponent bias): adding 1.5 * 2**bits + bias to x leaves round(x) + bias in the low
+# bits of the sum.
 FORMAT = {"float32": (23, 127), "float64": (52, 1023)}
 
 
@@ -129,7 +133,8 @@ def element_bytes(vector: ir.VectorType) -> int:
     return element.width // 8 if isinstance(element, ir.IntType) else sizes[element]
 
 
-# Operators. The result's kind follows from the operands' kinds, as in NumPy: float with int is float.
+# Operators. The result's kind follows from the operands' kinds, as in NumPy: float with int is
+# float.
 
 
 def _kind(ty) -> str | None:
@@ -150,7 +155,9 @@ def _as_register(context, builder, value, ty, register: Register):
     if register.kind == "float":
         value = context.cast(builder, value, ty, NUMBA[register.dtype])
     elif register.kind == "int":
-        value = context.cast(builder, value, ty, getattr(types, f"int{register.vector.element.width}"))
+        value = context.cast(
+            builder, value, ty, getattr(types, f"int{register.vector.element.width}")
+        )
     else:
         value = builder.sext(builder.trunc(value, ir.IntType(1)), register.vector.element)
     return broadcast(builder, value, register.lanes)
@@ -170,7 +177,9 @@ def _logic(kinds):
 
 
 def _binary(op, rule, emit) -> None:
-    """Define op on registers. rule(kinds) -> (kind to compute in, kind of the result); emit(builder, x, y, kind)."""
+    """Define op on registers. rule(kinds) -> (kind to compute in, kind of the result);
+    emit(builder, x, y, kind).
+    """
 
     def resolve(args):
         registers = [a for a in args if isinstance(a, Register)]
@@ -188,7 +197,10 @@ def _binary(op, rule, emit) -> None:
 
     def lower(context, builder, sig, args):
         operand, _ = resolve(sig.args)
-        x, y = (_as_register(context, builder, a, t, operand) for a, t in zip(args, sig.args, strict=True))
+        x, y = (
+            _as_register(context, builder, a, t, operand)
+            for a, t in zip(args, sig.args, strict=True)
+        )
         return emit(builder, x, y, operand.kind)
 
     for left, right in ((Register, Register), (Register, types.Any), (types.Any, Register)):
@@ -196,7 +208,9 @@ def _binary(op, rule, emit) -> None:
 
 
 def _arithmetic(float_name, int_name):
-    return lambda builder, x, y, kind: getattr(builder, float_name if kind == "float" else int_name)(x, y)
+    return lambda builder, x, y, kind: getattr(
+        builder, float_name if kind == "float" else int_name
+    )(x, y)
 
 
 def _compare(sign):
@@ -226,7 +240,11 @@ for _op, _sign in (
     (operator.ne, "!="),
 ):
     _binary(_op, _comparison, _compare(_sign))
-_binary(operator.truediv, lambda kinds: _number(kinds) and ("float", "float"), _arithmetic("fdiv", "fdiv"))
+_binary(
+    operator.truediv,
+    lambda kinds: _number(kinds) and ("float", "float"),
+    _arithmetic("fdiv", "fdiv"),
+)
 _binary(operator.and_, _logic, lambda builder, x, y, kind: builder.and_(x, y))
 _binary(operator.or_, _logic, lambda builder, x, y, kind: builder.or_(x, y))
 
@@ -246,14 +264,27 @@ def address(typingctx, pointer):
     return types.int64(pointer), lambda c, b, s, args: b.ptrtoint(args[0], I64)
 
 
+class Storage(types.Opaque):
+    """A float type that memory may hold but Numba's CPU target cannot compute with."""
+
+
+@register_default(Storage)
+class StorageModel(PrimitiveModel):
+    def __init__(self, manager, storage):
+        super().__init__(manager, storage, FLOAT[storage.name])
+
+
 @functools.cache
 def pointer_to(dtype: str):
     """Intrinsic: an address (int64) as a pointer to dtype."""
-    pointer = types.CPointer(types.uint8 if dtype == "bool" else getattr(types, dtype))
+    special = {"bool": types.uint8, "float16": Storage("float16")}
+    pointer = types.CPointer(special.get(dtype) or getattr(types, dtype))
 
     @intrinsic
     def cast(typingctx, address):
-        return pointer(types.int64), lambda c, b, s, args: b.inttoptr(args[0], c.get_value_type(pointer))
+        return pointer(types.int64), lambda c, b, s, args: b.inttoptr(
+            args[0], c.get_value_type(pointer)
+        )
 
     return cast
 
@@ -268,9 +299,46 @@ def fetch_add(typingctx, pointer, value):
     return types.int64(types.CPointer(types.int64), types.int64), codegen
 
 
+def convert(builder, value, to):
+    """LLVM value: floats (scalar or register) of another width. What is finite stays so, as the
+    nearest finite number.
+    """
+    rank = {ir.HalfType(): 0, ir.FloatType(): 1, ir.DoubleType(): 2}
+    old, new = (rank[getattr(kind, "element", kind)] for kind in (value.type, to))
+    if old == new:
+        return value
+    if old < new:
+        return builder.fpext(value, to)
+    limit = {ir.FloatType(): np.finfo(np.float32).max}[getattr(to, "element", to)]
+
+    def same(number):
+        vector = isinstance(value.type, ir.VectorType)
+        return constant(value.type, number) if vector else ir.Constant(value.type, number)
+
+    bounded = _less(builder, same(float(limit)), _greater(builder, same(-float(limit)), value))
+    infinite = builder.fcmp_ordered("==", call(builder, "fabs", [value]), same(np.inf))
+    return builder.fptrunc(builder.select(infinite, value, bounded), to)
+
+
+@functools.cache
+def element_loader(storage: str, dtype: str):
+    """Intrinsic: pointer[index], stored as one float type, as another."""
+
+    @intrinsic
+    def load(typingctx, pointer, index):
+        def codegen(context, builder, sig, args):
+            return convert(builder, builder.load(builder.gep(args[0], [args[1]])), FLOAT[dtype])
+
+        return NUMBA[dtype](pointer, types.int64), codegen
+
+    return load
+
+
 @functools.cache
 def operations(dtype: str, lanes: int) -> SimpleNamespace:
-    """Functions on registers of `lanes` elements of dtype ("float32" or "float64"), for use in kernels."""
+    """Functions on registers of `lanes` elements of dtype ("float32" or "float64"), for use in
+    kernels.
+    """
     made = SimpleNamespace(dtype=dtype, lanes=lanes, register=Register("float", dtype, lanes))
     for define in (_memory, _lanes, _arithmetic_operations, _selection):
         define(made)
@@ -287,11 +355,9 @@ def _memory(made) -> None:
         @intrinsic
         def load(typingctx, pointer, index):
             def codegen(context, builder, sig, args):
-                value = load_vector(builder, args[0], args[1], stored)
-                if ITEMSIZE[storage] < ITEMSIZE[register.dtype]:
-                    return builder.fpext(value, register.vector)
-                narrower = ITEMSIZE[storage] > ITEMSIZE[register.dtype]
-                return builder.fptrunc(value, register.vector) if narrower else value
+                return convert(
+                    builder, load_vector(builder, args[0], args[1], stored), register.vector
+                )
 
             return register(pointer, types.int64), codegen
 
@@ -318,11 +384,18 @@ def _memory(made) -> None:
 
         return register.of("bool")(pointer, types.int64), codegen
 
-    made.loader, made.load, made.store, made.load_bytes = loader, loader(register.dtype), store, load_bytes
+    made.loader, made.load, made.store, made.load_bytes = (
+        loader,
+        loader(register.dtype),
+        store,
+        load_bytes,
+    )
 
 
 def _lanes(made) -> None:
-    """splat: a scalar in every lane. iota: start, start + 1, ... reduce_max, reduce_add: over the lanes."""
+    """splat: a scalar in every lane. iota: start, start + 1, ... reduce_max, reduce_add: over the
+    lanes.
+    """
     register, integer = made.register, made.register.of("int")
     scalar = NUMBA[register.dtype]
 
@@ -333,7 +406,11 @@ def _lanes(made) -> None:
     @intrinsic
     def iota(typingctx, start):
         def codegen(context, builder, sig, args):
-            first = builder.trunc(args[0], integer.vector.element) if made.dtype == "float32" else args[0]
+            first = (
+                builder.trunc(args[0], integer.vector.element)
+                if made.dtype == "float32"
+                else args[0]
+            )
             steps = ir.Constant(integer.vector, list(range(register.lanes)))
             return builder.add(broadcast(builder, first, register.lanes), steps)
 
@@ -350,7 +427,9 @@ def _lanes(made) -> None:
                     width //= 2
                     index = ir.VectorType(I32, width)
                     low, high = (
-                        builder.shuffle_vector(value, value, ir.Constant(index, list(range(o, o + width))))
+                        builder.shuffle_vector(
+                            value, value, ir.Constant(index, list(range(o, o + width)))
+                        )
                         for o in (0, width)
                     )
                     value = combine(builder, low, high)
@@ -397,9 +476,9 @@ def _arithmetic_operations(made) -> None:
 def exp2(builder, x, dtype: str):
     """LLVM value: 2**x for x <= 0 (and a little above), 0 below 2**(1 - bias), NaN for NaN.
 
-    x is split into an integer n and a fraction f in [-0.5, 0.5] by adding 1.5 * 2**bits: the sum's low bits hold n. The
-    same addition puts the exponent's bias there, so that a shift makes the float 2**n, and exactly 0 for n = -bias: a
-    masked score of -inf weighs nothing.
+    x is split into an integer n and a fraction f in [-0.5, 0.5] by adding 1.5 * 2**bits: the sum's
+    low bits hold n. The same addition puts the exponent's bias there, so that a shift makes the
+    float 2**n, and exactly 0 for n = -bias: a masked score of -inf weighs nothing.
     """
     bits, bias = FORMAT[dtype]
     vector, integer = x.type, ir.VectorType(INTEGER[dtype], x.type.count)
@@ -423,7 +502,10 @@ def _selection(made) -> None:
     def where(typingctx, truth, x, y):
         def codegen(context, builder, sig, args):
             truth = args[0]
-            x, y = (_as_register(context, builder, a, t, register) for a, t in zip(args[1:], sig.args[1:]))
+            x, y = (
+                _as_register(context, builder, a, t, register)
+                for a, t in zip(args[1:], sig.args[1:], strict=True)
+            )
             return builder.select(builder.icmp_signed("<", truth, constant(truth.type, 0)), x, y)
 
         return register(truth, x, y), codegen

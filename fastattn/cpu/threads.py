@@ -1,7 +1,8 @@
 """The thread pool: work stealing over an atomic counter, aware of fork.
 
-Numba's own threading is not used: its workqueue layer aborts the process when two Python threads enter it and its OpenMP
-layer kills forked children. Kernels are serial and release the GIL; every thread runs the same loop over one counter.
+Numba's own threading is not used: its workqueue layer aborts the process when two Python threads
+enter it and its OpenMP layer kills forked children. Kernels are serial and release the GIL; every
+thread runs the same loop over one counter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Callable, Iterator
 from ..machine import default_num_threads
 
 _limit: int | None = None  # set_num_threads; None = the machine's default
-_scope: contextvars.ContextVar[int | None] = contextvars.ContextVar("fastattn_num_threads", default=None)
+_scope: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "fastattn_num_threads", default=None
+)
 _nested = threading.local()
 
 
@@ -104,7 +107,9 @@ def _worker(tasks: queue.SimpleQueue[_Task]) -> None:
 
 
 def _ensure_workers(count: int) -> None:
-    """Start pool threads until there are `count`. They are daemons: they hold nothing that needs an orderly end."""
+    """Start pool threads until there are `count`. They are daemons: they hold nothing that needs
+    an orderly end.
+    """
     global _workers
     with _grow:
         while _workers < count:
@@ -123,16 +128,20 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_on_threads(work: Callable[[], object], count: int) -> None:
-    """Run work() on up to `count` threads at once, this one included, and return when every run has ended.
+    """Run work() on up to `count` threads at once, this one included, and return when every run has
+    ended.
 
-    work() must share out its items through a counter, so that fewer runs than `count` also finish the job: calls from
-    inside the pool and calls while the interpreter shuts down run on the calling thread alone.
+    work() must share out its items through a counter, so that fewer runs than `count` also finish
+    the job: calls from inside the pool and calls while the interpreter shuts down run on the
+    calling thread alone.
     """
     shares: list[_Task] = []
     if count > 1 and not getattr(_nested, "inside", False):
         try:
             _ensure_workers(count - 1)
-        except RuntimeError:  # no new thread can be started: at interpreter shutdown, or past a system limit
+        except (
+            RuntimeError
+        ):  # no new thread can be started: at interpreter shutdown, or past a system limit
             count = _workers + 1
         shares = [_Task(work) for _ in range(count - 1)]
         for share in shares:

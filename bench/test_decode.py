@@ -1,0 +1,9 @@
+"""Decoding: one query against a cache of keys."""
+
+import cases
+
+CASES = cases.DECODE
+
+
+def test_decode(benchmark, run):
+    benchmark(run)

@@ -1,0 +1,26 @@
+"""Layers around the core: projections, heads, normalisation and the per-token network, in NumPy.
+
+Tokens are rows: x is (..., tokens, model_dim). Weight matrices are (out_features, in_features), as
+torch and checkpoint files store them, so that a layer computes x @ weight.T + bias. The parameters
+of a layer are one frozen record, checked once, when it is made; layers check only what they are
+called with. float32 and float64; x, weights and result have one dtype.
+"""
+
+from .activations import gelu, relu
+from .linear import LinearWeights, linear
+from .multihead import MultiHeadWeights, multihead_attention
+from .norms import LayerNormWeights, layer_norm
+from .transformer import TransformerLayerWeights, transformer_layer
+
+__all__ = [
+    "LayerNormWeights",
+    "LinearWeights",
+    "MultiHeadWeights",
+    "TransformerLayerWeights",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "multihead_attention",
+    "relu",
+    "transformer_layer",
+]

@@ -1,0 +1,82 @@
+"""The affine map of every projection, and the rules that its callers share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def check_float_array(name: str, array: np.ndarray) -> None:
+    """Raise TypeError unless array is a NumPy array of float32 or float64."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
+    if array.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float32 or float64, got {array.dtype}")
+
+
+def check_vector(name: str, vector: np.ndarray, size: int, dtype: np.dtype) -> None:
+    """Raise unless vector is (size,) of the given dtype."""
+    check_float_array(name, vector)
+    if vector.shape != (size,):
+        raise ValueError(f"{name} must have shape {(size,)} to fit weight, got {vector.shape}")
+    if vector.dtype != dtype:
+        raise TypeError(f"{name} must have the dtype of weight, {dtype}, got {vector.dtype}")
+
+
+def check_tokens(x: np.ndarray, weight: np.ndarray) -> None:
+    """Raise unless x has the dtype and the last dimension of weight (..., features)."""
+    check_float_array("x", x)
+    if x.dtype != weight.dtype:
+        raise TypeError(f"x must have the dtype of the weights, {weight.dtype}, got {x.dtype}")
+    if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"x must have shape (..., {weight.shape[-1]}) to fit weights of shape {weight.shape}, "
+            f"got {x.shape}"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearWeights:
+    """Parameters of linear(): weight (out_features, in_features), bias (out_features,) or None."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        check_float_array("weight", self.weight)
+        if self.weight.ndim != 2:
+            raise ValueError(
+                f"weight must have shape (out_features, in_features), got {self.weight.shape}"
+            )
+        if self.bias is not None:
+            check_vector("bias", self.bias, self.weight.shape[0], self.weight.dtype)
+
+
+def linear(x: np.ndarray, weights: LinearWeights) -> np.ndarray:
+    """Return x @ weight.T + bias.
+
+    Parameters
+    ----------
+    x : (..., in_features), dtype of the weights
+    weights : LinearWeights
+
+    Returns
+    -------
+    (..., out_features), a new array
+
+    Raises
+    ------
+    ValueError  x does not fit the weights
+    TypeError   dtypes that differ
+    """
+    check_tokens(x, weights.weight)
+    out_features, in_features = weights.weight.shape
+    # One matrix product over all tokens: matmul would call BLAS once per leading index.
+    y = x.reshape(math.prod(x.shape[:-1]), in_features) @ weights.weight.T
+    if weights.bias is not None:
+        y += weights.bias
+    return y.reshape(*x.shape[:-1], out_features)

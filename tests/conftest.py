@@ -1,0 +1,48 @@
+"""Options and fixtures: a seeded generator, and one run of each test per backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastattn
+
+BACKENDS = ("numpy", "cpu")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--backend",
+        action="append",
+        choices=BACKENDS,
+        help="test this backend only; may be given more than once",
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--backend") or BACKENDS
+        metafunc.parametrize("backend", chosen, indirect=True)
+
+
+@pytest.fixture
+def backend(request):
+    """The name of a backend that works on this computer; others are skipped, with the reason."""
+    reason = _why_not(request.param)
+    if reason:
+        pytest.skip(f"backend {request.param}: {reason}")
+    return request.param
+
+
+def _why_not(backend):
+    one = np.ones((1, 1), np.float32)
+    try:
+        plan = fastattn.explain(one, one, one, backend=backend)
+    except ImportError as error:
+        return str(error)
+    return "" if plan.backend == backend else dict(plan.rejected)[backend]
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)

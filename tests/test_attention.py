@@ -1,0 +1,159 @@
+"""Every backend on every case against the oracle, by error budget; torch as a second opinion."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import oracle
+import pytest
+from cases import CASES, Case
+
+import fastattn
+from fastattn import reference
+from fastattn.check import check
+
+
+def poisoned(q, v, shape=None):
+    """Return an output full of NaN: what a backend fails to write shows."""
+    return np.full(shape or (*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+
+
+def assert_fits(case, out, lse, floor=2.0):
+    """Hold a result against the definition and against the formula in the dtype of the case."""
+    exact, formula = oracle.judge(*case.arrays(), **case.flags())
+    oracle.assert_within_budget(out, exact[0], formula[0], floor)
+    oracle.assert_within_budget(lse, exact[1], formula[1], floor)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_at_most_twice_the_formulas(case, backend):
+    q, k, v = case.arrays()
+    out = poisoned(q, v)
+    result, lse = fastattn.attention(
+        q, k, v, **case.flags(), return_lse=True, out=out, backend=backend
+    )
+    assert result is out
+    assert out.dtype == lse.dtype == q.dtype
+    assert_fits(case, out, lse)
+
+
+# Blocks run one by one: thousands of them would take seconds.
+IN_BLOCKS = [
+    (case, block_m, block_n)
+    for block_m, block_n in [(1, 1), (16, 32), (7, 5), (1000, 3)]
+    for case in CASES[::5]
+    if case.seqlen_q // block_m * (case.seqlen_k // block_n) <= 5000
+]
+
+
+@pytest.mark.parametrize(("case", "block_m", "block_n"), IN_BLOCKS, ids=str)
+def test_reference_in_any_blocks(case, block_m, block_n):
+    q, k, v = case.arrays()
+    out = poisoned(q, v)
+    problem, operands = check(q, k, v, **case.flags(), return_lse=True, out=out)
+    plan = fastattn.explain(q, k, v, **case.flags(), backend="numpy")
+    reference.run(replace(plan, block_m=block_m, block_n=block_n), problem, operands)
+    # One key at a time is a chain of seqlen_k roundings, which pairwise sums are not.
+    assert_fits(case, out, operands.lse, floor=32)
+
+
+def test_result_alone_and_with_lse_are_the_same(backend):
+    case = Case("lse", 70, 90, 32, heads_q=4, heads_kv=2, causal=True)
+    alone = fastattn.attention(*case.arrays(), causal=True, backend=backend)
+    out, lse = fastattn.attention(*case.arrays(), causal=True, return_lse=True, backend=backend)
+    np.testing.assert_array_equal(alone, out)
+    assert lse.shape == out.shape[:-1]
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "result"),
+    [
+        ((7, 8), (5, 8), (5, 6), (7, 6)),
+        ((3, 7, 8), (3, 5, 8), (3, 5, 6), (3, 7, 6)),
+        ((4, 7, 8), (5, 8), (5, 6), (4, 7, 6)),
+        ((2, 4, 7, 8), (4, 5, 8), (2, 5, 6), (2, 4, 7, 6)),
+        ((2, 4, 7, 8), (2, 5, 8), (2, 5, 6), (2, 4, 7, 6)),
+        ((7, 8), (3, 1, 5, 8), (1, 5, 6), (3, 1, 7, 6)),
+        ((2, 1, 4, 7, 8), (3, 2, 5, 8), (1, 2, 5, 6), (2, 3, 4, 7, 6)),
+        ((2, 3, 2, 4, 7, 8), (2, 1, 2, 2, 5, 8), (2, 5, 6), (2, 3, 2, 4, 7, 6)),
+    ],
+    ids=str,
+)
+def test_ranks_and_leading_dimensions(q, k, v, result, backend, rng):
+    if q == (2, 4, 7, 8) and v[0] != k[-3]:
+        v = (k[-3], *v[1:])
+    q, k, v = (rng.standard_normal(shape) for shape in (q, k, v))
+    mask = rng.random((*result[:-1], k.shape[-2])) < 0.7
+    for flags in ({}, {"causal": True}, {"mask": mask}, {"bias": np.where(mask, 0.5, -np.inf)}):
+        out, lse = fastattn.attention(q, k, v, **flags, return_lse=True, backend=backend)
+        exact, exact_lse = oracle.attention(q, k, v, **flags)
+        assert out.shape == result
+        np.testing.assert_allclose(out, exact, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=1e-14)
+
+
+# --- PyTorch ------------------------------------------------------------------------------------
+
+
+def torch_sdpa(*arrays, attn_mask=None, **flags):
+    torch = pytest.importorskip("torch")
+    if attn_mask is not None:
+        attn_mask = torch.from_numpy(attn_mask)
+    tensors = (torch.from_numpy(np.ascontiguousarray(a)) for a in arrays)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(*tensors, attn_mask=attn_mask, **flags).numpy()
+
+
+def assert_agrees_with_torch(*arrays, **flags):
+    ours = fastattn.scaled_dot_product_attention(*arrays, **flags)
+    theirs = torch_sdpa(*arrays, **flags)
+    assert ours.shape == theirs.shape
+    assert ours.dtype == theirs.dtype
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 8), (2, 5), (5, 2), (33, 65), (64, 64)])
+def test_torch_causal_and_scale(seqlen_q, seqlen_k, dtype):
+    arrays = Case("torch", seqlen_q, seqlen_k, 16, 24, dtype=dtype).arrays()
+    assert_agrees_with_torch(*arrays, is_causal=True)
+    assert_agrees_with_torch(*arrays, is_causal=True, scale=0.0)
+    assert_agrees_with_torch(*arrays, scale=-0.3)
+
+
+@pytest.mark.parametrize("axes", ["qk", "q1", "1k", "11", "hqk", "b11k", "bhqk", "1h1k"])
+def test_torch_masks(axes):
+    case = Case("torch", 9, 33, batch=2, heads_q=3, mask=axes, bias=axes)
+    flags = case.flags()
+    assert_agrees_with_torch(*case.arrays(), attn_mask=flags["mask"])
+    assert_agrees_with_torch(*case.arrays(), attn_mask=flags["bias"])
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "flags"),
+    [
+        ((2, 1, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), {}),
+        ((2, 4, 3, 8), (2, 1, 5, 8), (2, 4, 5, 8), {}),
+        ((2, 4, 3, 8), (2, 4, 5, 8), (2, 1, 5, 8), {}),
+        ((2, 4, 3, 8), (2, 1, 5, 8), (2, 1, 5, 8), {}),
+        ((2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 8), {"enable_gqa": True}),
+        ((4, 3, 8), (2, 5, 8), (2, 5, 8), {"enable_gqa": True}),
+        ((3, 8), (4, 5, 8), (4, 5, 8), {}),
+        ((4, 3, 8), (5, 8), (5, 8), {}),
+        ((4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), {}),
+        ((3, 8), (5, 8), (5, 7), {"is_causal": True}),
+        ((2, 3, 4, 6, 8), (1, 3, 4, 5, 8), (2, 1, 4, 5, 8), {}),
+    ],
+    ids=str,
+)
+def test_torch_shapes(q, k, v, flags, rng):
+    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in (q, k, v)]
+    assert_agrees_with_torch(*arrays, **flags)
+
+
+def test_torch_float32_mask_with_float64():
+    case = Case("torch", 9, 33, dtype="float64", bias="qk", bias_dtype="float32")
+    ours = fastattn.scaled_dot_product_attention(*case.arrays(), case.flags()["bias"])
+    exact, _ = oracle.attention(*case.arrays(), bias=case.flags()["bias"])
+    np.testing.assert_allclose(ours, exact, rtol=0, atol=1e-14)

@@ -1,0 +1,65 @@
+"""What `import fastattn` costs and what it leaves alone, in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+TIMES = """
+import json, time
+start = time.perf_counter()
+import numpy
+middle = time.perf_counter()
+import fastattn
+print(json.dumps([middle - start, time.perf_counter() - middle]))
+"""
+
+
+def fresh(code, *flags):
+    """Return what `code` prints in a process of its own."""
+    command = [sys.executable, *flags, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.strip()
+
+
+def test_import_loads_no_compiler():
+    heavy = ("numba", "llvmlite", "torch", "scipy", "jax")
+    code = f"import sys, fastattn; print([m for m in {heavy} if m in sys.modules])"
+    assert fresh(code, "-W", "error") == "[]"
+
+
+def test_numpy_backend_loads_no_compiler():
+    code = """
+import sys, numpy, fastattn
+q = numpy.ones((3, 2))
+fastattn.attention(q, q, q, causal=True, backend="numpy")
+print("numba" in sys.modules, "llvmlite" in sys.modules)
+"""
+    assert fresh(code, "-W", "error") == "False False"
+
+
+def test_import_time_is_a_fraction_of_numpys():
+    # Both in one process, so that they share the machine's mood; the least of each is its cost.
+    fresh(TIMES)  # writes the bytecode
+    for _ in range(3):
+        numpy, ours = map(min, zip(*(json.loads(fresh(TIMES)) for _ in range(5)), strict=True))
+        if ours <= 0.3 * numpy:
+            return
+    pytest.fail(f"fastattn adds {ours * 1e3:.0f} ms to the {numpy * 1e3:.0f} ms of NumPy")
+
+
+def test_version_and_names():
+    version = fresh("import fastattn; print(fastattn.__version__)")
+    assert version[0].isdigit()
+    code = "import fastattn; print(all(hasattr(fastattn, name) for name in fastattn.__all__))"
+    assert fresh(code) == "True"
+
+
+def test_unknown_name():
+    import fastattn
+
+    with pytest.raises(AttributeError, match="module 'fastattn' has no attribute 'nothing'"):
+        fastattn.nothing  # noqa: B018

@@ -1,0 +1,74 @@
+"""Imports point down: a module may import only what stands below it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fastattn
+
+PACKAGE = Path(fastattn.__file__).parent
+LAYERS = [
+    "fastattn __main__",
+    "udl",
+    "nn",
+    "nn.transformer",
+    "nn.multihead",
+    "nn.activations nn.norms nn.positions",
+    "nn.linear",
+    "api",
+    "check plan",
+    "reference cpu.run",
+    "cpu.decode",
+    "cpu.forward",
+    "cpu.softmax cpu.microkernel",
+    "cpu.threads cpu.simd cpu.compile mods",
+    "cpu cpu.job machine problem",
+]
+RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
+
+
+def module_name(path):
+    """Return the dotted name below the package; the package's own is "fastattn"."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "fastattn"
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported_modules(name):
+    """Return the package's modules that `name` imports, at any depth of its code."""
+    folder = () if name == "fastattn" else tuple(name.split("."))
+    if MODULES[name].name != "__init__.py":
+        folder = folder[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "fastattn" for alias in node.names)
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        assert (node.module or "").split(".")[0] != "fastattn", "use a relative import"
+        if node.level:
+            base = folder[: len(folder) - node.level + 1]
+            base += tuple((node.module or "").split(".")) if node.module else ()
+            targets = [".".join((*base, alias.name)) for alias in node.names]
+            found |= {t if t in MODULES else ".".join(base) or "fastattn" for t in targets}
+    return found
+
+
+def test_every_module_has_a_rank():
+    assert set(MODULES) <= set(RANK)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    for imported in imported_modules(name):
+        assert RANK[imported] > RANK[name], f"{name} imports {imported}"
+
+
+def test_the_test_sees_imports():
+    assert imported_modules("api") >= {"check", "plan", "problem", "reference", "cpu.run"}
+    assert {"api", "cpu.threads"} <= imported_modules("fastattn")

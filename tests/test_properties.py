@@ -1,0 +1,224 @@
+"""What must hold for any arguments: the oracle's answer, the same for the same question."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fastattn
+
+# The backend fixture is the same for every example, so sharing it is safe.
+FUZZ = settings(
+    max_examples=60,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+SIZES = st.one_of(st.integers(1, 9), st.integers(10, 70), st.sampled_from([127, 129, 257, 300]))
+HEAD_DIMS = st.one_of(st.integers(1, 20), st.sampled_from([24, 31, 32, 33, 64, 65, 80, 130]))
+AXES = ["", "", "k", "q1", "qk", "h1k", "hqk", "b11k", "bhqk"]
+LAYOUTS = ["plain", "heads last", "transposed", "reversed", "strided", "swapped"]
+
+
+@st.composite
+def cases(draw):
+    """Draw every parameter of a call at once."""
+    heads_kv = draw(st.integers(1, 3))
+    seqlen_q, seqlen_k = draw(SIZES), draw(SIZES)
+    radius = st.one_of(st.none(), st.integers(0, 2 * seqlen_k))
+    aligns = st.sampled_from(["bottom_right", "top_left"])
+    return Case(
+        "fuzz",
+        seqlen_q,
+        seqlen_k,
+        draw(HEAD_DIMS),
+        draw(HEAD_DIMS),
+        batch=draw(st.integers(1, 2)),
+        heads_q=heads_kv * draw(st.integers(1, 4)),
+        heads_kv=heads_kv,
+        dtype=draw(st.sampled_from(["float32", "float64"])),
+        scale=draw(st.one_of(st.none(), st.sampled_from([0.0, -0.25, 1.0]))),
+        causal=draw(st.booleans()),
+        align=draw(st.one_of(aligns, st.integers(-seqlen_q - 3, seqlen_k + 3))),
+        window=(draw(radius), draw(radius)),
+        mask=draw(st.sampled_from(AXES)),
+        bias=draw(st.sampled_from(AXES)),
+    )
+
+
+def laid_out(a, layout):
+    """Return `a` with other strides or bytes; the values are the same."""
+    match layout:
+        case "heads last":
+            return np.ascontiguousarray(a.swapaxes(-3, -2)).swapaxes(-3, -2)
+        case "transposed":
+            return np.ascontiguousarray(a.swapaxes(-1, -2)).swapaxes(-1, -2)
+        case "reversed":
+            return np.ascontiguousarray(a[..., ::-1, ::-1])[..., ::-1, ::-1]
+        case "strided":
+            return np.repeat(a, 2, axis=-1)[..., 1::2]
+        case "swapped":
+            return a.astype(a.dtype.newbyteorder())
+    return a
+
+
+@given(case=cases(), layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3), seed=st.integers(0, 99))
+@FUZZ
+def test_any_call_agrees_with_the_oracle(backend, case, layouts, seed):
+    arrays, flags = case.arrays(seed), case.flags(seed)
+    q, k, v = map(laid_out, arrays, layouts)
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, case.dtype)
+    _, lse = fastattn.attention(q, k, v, **flags, return_lse=True, out=out, backend=backend)
+    exact, formula = oracle.judge(*arrays, **flags)
+    # Few numbers make a poor estimate of the formula's error, so the floor does the work here.
+    oracle.assert_within_budget(out, exact[0], formula[0], floor=16)
+    oracle.assert_within_budget(lse, exact[1], formula[1], floor=16)
+
+
+def attend(backend, *arrays, **flags):
+    return fastattn.attention(*arrays, **flags, return_lse=True, backend=backend)
+
+
+def tolerance(case):
+    return 64 * np.finfo(case.dtype).eps
+
+
+def merged(parts):
+    """Merge (out, lse) of disjoint sets of keys."""
+    outs, lses = (np.stack(x).astype(np.float64) for x in zip(*parts, strict=True))
+    with np.errstate(invalid="ignore"):
+        lse = np.logaddexp.reduce(lses)
+        weights = np.where(lse == -np.inf, 0, np.exp(lses - lse))
+    return (outs * weights[..., None]).sum(axis=0), lse
+
+
+@given(case=cases(), cuts=st.lists(st.floats(0, 1), max_size=3))
+@FUZZ
+def test_keys_in_parts_merge_by_lse(backend, case, cuts):
+    q, k, v = case.arrays()
+    mask = np.random.default_rng(2).random(case.shape("b1qk")) < 0.7
+    out, lse = attend(backend, q, k, v, mask=mask, scale=case.scale)
+    edges = sorted({0, case.seqlen_k, *(int(cut * case.seqlen_k) for cut in cuts)})
+    parts = [
+        attend(backend, q, k[..., a:b, :], v[..., a:b, :], mask=mask[..., a:b], scale=case.scale)
+        for a, b in pairwise(edges)
+    ]
+    both = merged(parts)
+    np.testing.assert_allclose(both[0], out, rtol=0, atol=tolerance(case))
+    np.testing.assert_allclose(both[1], lse, rtol=1e-5, atol=tolerance(case))
+
+
+@given(case=cases(), shift=st.floats(-50, 50, width=16))
+@FUZZ
+def test_shifting_the_scores_shifts_lse_alone(backend, case, shift):
+    flags = case.flags() | {"bias": np.zeros(case.shape("qk"), case.dtype)}
+    out, lse = attend(backend, *case.arrays(), **flags)
+    flags["bias"] = flags["bias"] + np.float32(shift)
+    moved, moved_lse = attend(backend, *case.arrays(), **flags)
+    atol = tolerance(case) * (1 + abs(shift))
+    np.testing.assert_allclose(moved, out, rtol=0, atol=atol)
+    np.testing.assert_allclose(moved_lse, lse + shift, rtol=0, atol=atol)
+
+
+@given(case=cases(), seed=st.integers(0, 99))
+@FUZZ
+def test_order_of_keys_does_not_matter(backend, case, seed):
+    q, k, v = case.arrays()
+    order = np.random.default_rng(seed).permutation(case.seqlen_k)
+    mask = np.random.default_rng(seed).random(case.shape("qk")) < 0.8
+    out, lse = attend(backend, q, k, v, mask=mask, scale=case.scale)
+    again, again_lse = attend(
+        backend, q, k[..., order, :], v[..., order, :], mask=mask[:, order], scale=case.scale
+    )
+    np.testing.assert_allclose(again, out, rtol=0, atol=tolerance(case))
+    np.testing.assert_allclose(again_lse, lse, rtol=0, atol=tolerance(case))
+
+
+# --- the same bits ------------------------------------------------------------------------------
+
+SAME_BITS = [
+    Case("bits", 96, 96, 32, batch=3, heads_q=4, heads_kv=2, causal=True),
+    Case("bits", 70, 301, 40, 24, batch=3, heads_q=4, heads_kv=2, mask="h1k"),
+    Case("bits", 700, 300, 16, batch=2, heads_q=2, window=(40, 9)),
+    Case("bits", 1, 5000, 32, batch=3, heads_q=4, heads_kv=1, causal=True),
+    Case("bits", 3, 2500, 64, batch=2, heads_q=2, bias="hqk", dtype="float64"),
+    Case("bits", 33, 65, 8, batch=2, heads_q=2, bias="qk", mask="b1qk"),
+]
+
+
+def assert_same(backend, case, found, expected):
+    """The compiled kernels promise the same bits; BLAS, which chooses by size, does not."""
+    for a, b in zip(found, expected, strict=True):
+        if backend == "numpy":
+            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance(case))
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", SAME_BITS, ids=str)
+def test_neighbours_in_the_batch_do_not_matter(case, backend):
+    arrays, flags = case.arrays(), case.flags()
+    out, lse = attend(backend, *arrays, **flags)
+    for slot in range(case.batch):
+        alone = {
+            name: value[slot] if name in ("mask", "bias") and value.ndim == 4 else value
+            for name, value in flags.items()
+        }
+        found = attend(backend, *(a[slot] for a in arrays), **alone)
+        assert_same(backend, case, found, (out[slot], lse[slot]))
+
+
+@pytest.mark.parametrize("case", SAME_BITS, ids=str)
+def test_number_of_threads_does_not_matter(case, backend):
+    expected = attend(backend, *case.arrays(), **case.flags())
+    for threads in (1, 2, 3, 7):
+        with fastattn.num_threads(threads):
+            found = attend(backend, *case.arrays(), **case.flags())
+        assert_same(backend, case, found, expected)
+
+
+@pytest.mark.parametrize("case", SAME_BITS, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 16, 33])
+def test_queries_in_several_calls(case, rows, backend):
+    q, k, v = case.arrays()
+    flags = case.flags()
+    expected = attend(backend, q, k, v, **flags)
+    starts = range(0, min(case.seqlen_q, 10 * rows), rows)
+    for start in starts:
+        part = slice(start, min(start + rows, case.seqlen_q))
+        piece = flags | {"align": case.seqlen_k - case.seqlen_q + start}
+        for name in ("mask", "bias"):
+            if name in flags and flags[name].shape[-2] > 1:
+                piece[name] = flags[name][..., part, :]
+        found = attend(backend, q[..., part, :], k, v, **piece)
+        assert_same(backend, case, found, [a[:, :, part] for a in expected])
+
+
+@pytest.mark.parametrize("case", SAME_BITS, ids=str)
+def test_grouped_heads_equal_repeated_ones(case, backend):
+    q, k, v = case.arrays()
+    group = case.heads_q // (case.heads_kv or case.heads_q)
+    expected = attend(backend, q, k, v, **case.flags())
+    repeated = (np.repeat(a, group, axis=1) for a in (k, v))
+    assert_same(backend, case, attend(backend, q, *repeated, **case.flags()), expected)
+
+
+@pytest.mark.parametrize("case", SAME_BITS, ids=str)
+def test_bool_mask_equals_minus_infinity(case, backend):
+    """Bit for bit where both add a bias, on every backend: a hidden key is a hidden key."""
+    mask = np.random.default_rng(1).random(case.shape("hqk")) < 0.6
+    zero = np.zeros((), case.dtype)
+    flags = {"causal": case.causal, "window": case.window}
+    by_mask = attend(backend, *case.arrays(), mask=mask, bias=zero, **flags)
+    by_bias = attend(backend, *case.arrays(), bias=np.where(mask, zero, -np.inf), **flags)
+    plain = attend(backend, *case.arrays(), mask=mask, **flags)
+    for a, b, c in zip(by_mask, by_bias, plain, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, c, rtol=0, atol=tolerance(case))
