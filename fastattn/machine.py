@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,20 @@ def cache_bytes() -> tuple[int, int]:
 
 
 def _cgroup_quota() -> float:
-    """CPUs that the control group grants (v2, then v1); infinity without a limit."""
+    """CPUs that the control group and those around it grant (v2, then v1); infinity without a
+    limit.
+    """
+    limits = [float("inf")]
     for line in _read("/proc/self/cgroup").splitlines():
-        path = line.rpartition(":")[2]
-        for folder in ("/sys/fs/cgroup" + path, "/sys/fs/cgroup"):
-            quota, _, period = _read(folder + "/cpu.max").partition(" ")
+        own = PurePosixPath("/sys/fs/cgroup") / line.rpartition(":")[2].strip("/")
+        for folder in (own, *own.parents):
+            quota, _, period = _read(f"{folder}/cpu.max").partition(" ")
             if quota.isdigit() and period.isdigit():
-                return int(quota) / int(period)
+                limits.append(int(quota) / int(period))
     quota, period = (_read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else float("inf")
+    if quota.isdigit() and period.isdigit():
+        limits.append(int(quota) / int(period))
+    return min(limits)
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from ..machine import VectorUnit
 from ..problem import Variant
-from .forward import field, write_rows
+from .fields import field
+from .rows import write_rows
 from .simd import ITEMSIZE, at, fetch_add, jit, pointer_to
 from .softmax import merge
 

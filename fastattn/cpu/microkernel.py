@@ -26,12 +26,15 @@ from .simd import (
     jit,
     load_vector,
     operations,
+    prefetch,
     store_vector,
 )
 
 # (mr rows, nv registers of columns) by number of vector registers: mr * nv accumulators + nv
 # columns + 1 broadcast fit.
 TILE = {16: (6, 2), 32: (14, 2)}
+LINE = 64  # bytes of a cache line
+ROWS_AHEAD = 32  # rows to ask for while one is packed
 
 
 def tile_shape(unit: VectorUnit) -> tuple[int, int]:
@@ -212,6 +215,16 @@ def _transpose_stage(builder, rows, size, inner, lanes):
     return out
 
 
+def _load_square(builder, k, rs_k, last, vector):
+    """LLVM values: vector.count rows, rs_k apart; rows past the last repeat it."""
+    rows = []
+    for n in range(vector.count):
+        number = ir.Constant(I64, n)
+        row = builder.select(builder.icmp_signed("<", number, last), number, last)
+        rows.append(load_vector(builder, k, builder.mul(row, rs_k), vector))
+    return rows
+
+
 @functools.cache
 def transpose_square(dtype: str, lanes: int):
     """Intrinsic: panel[d, n] = k[n, d] for lanes x lanes elements, through registers.
@@ -223,12 +236,8 @@ def transpose_square(dtype: str, lanes: int):
 
     def codegen(context, builder, sig, args):
         k, rs_k, last, panel, rs_panel = args
-        rows = []
-        for n in range(lanes):
-            number = ir.Constant(I64, n)
-            row = builder.select(builder.icmp_signed("<", number, last), number, last)
-            rows.append(load_vector(builder, k, builder.mul(row, rs_k), vector))
-        for d, column in enumerate(transposed(builder, rows)):
+        columns = transposed(builder, _load_square(builder, k, rs_k, last, vector))
+        for d, column in enumerate(columns):
             store_vector(builder, panel, builder.mul(ir.Constant(I64, d), rs_panel), column)
         return context.get_dummy_value()
 
@@ -236,6 +245,40 @@ def transpose_square(dtype: str, lanes: int):
     def run(typingctx, k, rs_k, last, panel, rs_panel):
         size = types.int64
         return types.void(k, size, size, panel, size), codegen
+
+    return run
+
+
+@functools.cache
+def dot_square(dtype: str, lanes: int, rows: int):
+    """Intrinsic: part[m, n] += sum_d q[m, d] * k[n, d] for `lanes` keys n and as many dims d.
+
+    The keys are transposed in registers, so that a score is one chain along d, as in product().
+
+    q     (rows, lanes), row stride rs_q
+    k     as in transpose_square()
+    part  (rows, lanes), contiguous
+    """
+    vector = ir.VectorType(FLOAT[dtype], lanes)
+
+    def codegen(context, builder, sig, args):
+        q, rs_q, k, rs_k, last, part = args
+        number = functools.partial(ir.Constant, I64)
+        columns = transposed(builder, _load_square(builder, k, rs_k, last, vector))
+        for m in range(rows):
+            place = number(m * lanes)
+            row = builder.gep(q, [builder.mul(number(m), rs_q)])
+            total = load_vector(builder, part, place, vector)
+            for d, column in enumerate(columns):
+                element = builder.load(builder.gep(row, [number(d)]))
+                total = call(builder, "fma", [broadcast(builder, element, lanes), column, total])
+            store_vector(builder, part, place, total)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, q, rs_q, k, rs_k, last, part):
+        size = types.int64
+        return types.void(q, size, k, size, size, part), codegen
 
     return run
 
@@ -251,6 +294,7 @@ def pack_k(dtype: str, unit: VectorUnit):
     lanes = unit.lanes(ITEMSIZE[dtype])
     nr = tile_shape(unit)[1] * lanes
     transpose = transpose_square(dtype, lanes)
+    line = LINE // ITEMSIZE[dtype]
 
     @jit
     def run(k, rs_k, cs_k, count, head_dim, panels):
@@ -259,6 +303,9 @@ def pack_k(dtype: str, unit: VectorUnit):
             panel = at(panels, n // nr * nr * head_dim + n % nr)
             row, last = at(k, n * rs_k), count - 1 - n
             for d in range(0, whole, lanes):
+                if d % line == 0:
+                    for i in range(lanes):
+                        prefetch(row, (ROWS_AHEAD + i) * rs_k + d)
                 transpose(at(row, d), rs_k, last, at(panel, d * nr), nr)
             for d in range(whole, head_dim):
                 for i in range(lanes):
@@ -285,27 +332,29 @@ def pack_v(dtype: str, unit: VectorUnit):
         simd.fma,
         simd.reduce_add,
     )
-    scalar = getattr(np, dtype)
+    scalar, line = getattr(np, dtype), LINE // ITEMSIZE[dtype]
 
     @jit
     def run(v, rs_v, cs_v, count, block_n, head_dim_v, panels):
         zero = splat(scalar(0))
         check = zero  # stays 0 while all is finite: 0 * inf and 0 * NaN are NaN
         padded = (head_dim_v + lanes - 1) // lanes * lanes
-        for start in range(0, padded, nr):
-            width = min(nr, padded - start)
-            panel = at(panels, start * block_n)
-            for n in range(count):
-                for d in range(start, start + width, lanes):
-                    place = n * width + d - start
-                    if cs_v == 1 and d + lanes <= head_dim_v:
-                        value = load(v, n * rs_v + d)
-                        store(panel, place, value)
+        for n in range(count):
+            row = at(v, n * rs_v)
+            for d in range(0, head_dim_v if cs_v == 1 else 0, line):
+                prefetch(row, ROWS_AHEAD * rs_v + d)
+            for start in range(0, padded, nr):
+                width = min(nr, padded - start)
+                to = at(panels, start * block_n + n * width)
+                for d in range(0, width, lanes):
+                    if cs_v == 1 and start + d + lanes <= head_dim_v:
+                        value = load(row, start + d)
+                        store(to, d, value)
                     else:
                         for i in range(lanes):
-                            inside = d + i < head_dim_v
-                            panel[place + i] = v[n * rs_v + (d + i) * cs_v] if inside else scalar(0)
-                        value = load(panel, place)
+                            inside = start + d + i < head_dim_v
+                            to[d + i] = row[(start + d + i) * cs_v] if inside else scalar(0)
+                        value = load(to, d)
                     check = fma(value, zero, check)
         return 0 if reduce_add(check) == scalar(0) else 1
 

@@ -17,6 +17,7 @@ from .job import PARTS, pack
 LOG2_E = 1.4426950408889634  # 1 / ln 2
 LN_2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side of None: past any key
+SPARE_REGISTERS = 5  # products.few_scores() and masking.mask_row() use them
 LINE = 64  # bytes of a cache line
 SCRATCH_KEPT = (
     8 << 20
@@ -74,7 +75,7 @@ def _prepare(plan: Plan) -> _Prepared:
         plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
         + plan.block_n * (problem.head_dim + acc_stride)
         + plan.mc * s_stride
-        + lanes
+        + SPARE_REGISTERS * lanes
     )
     sizes = (
         abs(problem.scale) * LOG2_E or 1.0,

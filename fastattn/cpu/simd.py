@@ -290,6 +290,25 @@ def pointer_to(dtype: str):
 
 
 @intrinsic
+def prefetch(typingctx, pointer, index):
+    """Ask for the line of pointer[index], to be in the level-2 cache soon. Any address will do.
+
+    Asking for it in level 1 holds up the loads that follow: 0.45 of the read bandwidth, not 0.65.
+    """
+
+    def codegen(context, builder, sig, args):
+        byte = ir.IntType(8).as_pointer()
+        place = builder.bitcast(builder.gep(args[0], [args[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        to_read, level_2, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+        builder.call(function, [place, to_read, level_2, data])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), codegen
+
+
+@intrinsic
 def fetch_add(typingctx, pointer, value):
     """Add to *pointer atomically; return what it held before."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import operator
 import os
 import queue
 import threading
@@ -58,49 +59,62 @@ def num_threads(n: int) -> Iterator[None]:
 
 
 def _checked(n: int) -> int:
-    if not isinstance(n, int) or isinstance(n, bool):
+    try:
+        count = operator.index(n)
+    except TypeError:
+        count = None
+    if count is None or isinstance(n, bool):
         raise TypeError(f"num_threads must be an int, got {n!r}")
-    if n < 1:
-        raise ValueError(f"num_threads must be at least 1, got {n}")
-    return n
+    if count < 1:
+        raise ValueError(f"num_threads must be at least 1, got {count}")
+    return count
 
 
-class _Task:
-    """One share of a job: claimed by a pool thread, or withdrawn by the caller before that."""
+class _Share:
+    """One share of a job: begun by a pool thread, or withdrawn by the caller before that."""
 
-    __slots__ = ("_claim", "_done", "error", "work")
+    __slots__ = ("_claims", "_ended", "_lock", "error", "work")
 
     def __init__(self, work: Callable[[], object]):
         self.work = work
         self.error: BaseException | None = None
-        self._claim = threading.Lock()
-        self._done = threading.Lock()
-        self._done.acquire()
+        # Whoever stands first owns the share: append is atomic, and asking again changes nothing.
+        self._claims: list[str] = []
+        self._ended = False
+        self._lock = threading.Lock()  # held until the run has ended
+        self._lock.acquire()
 
     def run(self) -> None:
-        if not self._claim.acquire(blocking=False):
-            return  # withdrawn
+        """In the pool: run the share unless it was withdrawn."""
+        self._claims.append("pool")
+        if self._claims[0] != "pool":
+            return
         try:
             self.work()
-        except BaseException as error:  # reaches the caller through finish()
+        except BaseException as error:  # reaches the caller through run_on_threads()
             self.error = error
         finally:
-            self._done.release()
+            self._ended = True
+            self._lock.release()
 
-    def finish(self) -> None:
-        """Withdraw the share if it has not begun, else wait for it."""
-        if not self._claim.acquire(blocking=False):
-            self._done.acquire()
-            if self.error is not None:
-                raise self.error
+    def settle(self) -> None:
+        """By the caller: withdraw the share if it has not begun, else wait for its end.
+
+        An interrupt may come between any two steps; calling again is right after each.
+        """
+        self._claims.append("caller")
+        if self._claims[0] == "caller":
+            self.work = int  # the queue may keep the share for a while, but not what it works on
+        elif not self._ended:
+            self._lock.acquire()
 
 
-_tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+_tasks: queue.SimpleQueue[_Share] = queue.SimpleQueue()
 _workers = 0
 _grow = threading.Lock()
 
 
-def _worker(tasks: queue.SimpleQueue[_Task]) -> None:
+def _worker(tasks: queue.SimpleQueue[_Share]) -> None:
     _nested.inside = True
     while True:
         tasks.get().run()
@@ -129,25 +143,45 @@ if hasattr(os, "register_at_fork"):
 
 def run_on_threads(work: Callable[[], object], count: int) -> None:
     """Run work() on up to `count` threads at once, this one included, and return when every run has
-    ended.
+    ended: also if one raises, and if Ctrl-C interrupts the wait.
 
     work() must share out its items through a counter, so that fewer runs than `count` also finish
     the job: calls from inside the pool and calls while the interpreter shuts down run on the
-    calling thread alone.
+    calling thread alone. It should hold a reference to all memory that it touches: Python may
+    interrupt this function anywhere, so the caller's references alone would not be enough.
     """
-    shares: list[_Task] = []
-    if count > 1 and not getattr(_nested, "inside", False):
-        try:
-            _ensure_workers(count - 1)
-        except (
-            RuntimeError
-        ):  # no new thread can be started: at interpreter shutdown, or past a system limit
-            count = _workers + 1
-        shares = [_Task(work) for _ in range(count - 1)]
-        for share in shares:
-            _tasks.put(share)
+    shares: list[_Share] = []
     try:
+        if count > 1 and not getattr(_nested, "inside", False):
+            _share_out(work, count - 1, shares)
         work()
     finally:
-        for share in shares:
-            share.finish()
+        _settle(shares)
+    for share in shares:
+        if share.error is not None:
+            raise share.error
+
+
+def _share_out(work: Callable[[], object], count: int, shares: list[_Share]) -> None:
+    """Hand `count` shares to the pool, each entered in `shares` before a thread can see it."""
+    try:
+        _ensure_workers(count)
+    except RuntimeError:  # no thread can be started: at shutdown, or past a system limit
+        count = min(count, _workers)
+    for _ in range(count):
+        shares.append(_Share(work))
+        _tasks.put(shares[-1])
+
+
+def _settle(shares: list[_Share]) -> None:
+    """Return when no share runs any more, and raise only then what interrupted the wait."""
+    interrupt = None
+    while True:
+        try:
+            for share in shares:
+                share.settle()
+            break
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
