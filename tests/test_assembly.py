@@ -1,0 +1,245 @@
+"""The machine code of the inner loops, for processors that need not be here."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from fastattn.cpu import compile
+from fastattn.machine import AVX512, NEON
+from fastattn.problem import Variant
+
+pytest.importorskip("numba")
+
+X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+TARGETS = {
+    "x86-64-v3": compile.Target(X86, "x86-64-v3", ""),
+    "x86-64-v4": compile.Target(X86, "x86-64-v4", ""),
+    "neoverse-v1": compile.Target(ARM, "neoverse-v1", ""),
+}
+on_each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+floats = pytest.mark.parametrize("dtype", ["float32", "float64"])
+# Forward kernels are 38 to 80 kB: much more would mean that something was unrolled by mistake.
+CODE_LIMIT = 100_000
+SPILLS = 3  # stack accesses that the softmax loop has on AVX2
+
+
+JUMP = r"(?:j\w+|b\.\w+|b|cbn?z\s+\w+,|tbn?z\s.*,)\s*(\.L\w+)$"
+
+
+def loops(assembly):
+    """The bodies of all innermost loops: lines from a label to a jump back to it."""
+    labels, found, body, last = {}, [], [], 0
+    for line in (line.strip() for line in assembly.splitlines()):
+        if label := re.fullmatch(r"(\.L\w+):.*", line):
+            labels[label[1]] = len(body)
+        elif line and not line.startswith((".", "#", "//")):
+            body.append(line)
+            jump = re.match(JUMP, line)
+            start = labels.get(jump[1]) if jump else None
+            # No loop if another one lies within, or if it only jumps back to the function's end.
+            if start is not None and start >= last and not count(r"ret", body[start:]):
+                found.append(body[start:])
+                last = len(body)
+    return found
+
+
+def fused(target, dtype):
+    """What a fused multiply-add on whole registers looks like."""
+    letter = {"float32": "s", "float64": "d"}[dtype]
+    if target.unit == NEON:
+        return rf"fmla\s+v\d+\.{16 // np.dtype(dtype).itemsize}{letter},"
+    register = "zmm" if target.unit == AVX512 else "ymm"
+    return rf"vfmadd\d+p{letter}\s.*%{register}\d+"
+
+
+def count(pattern, lines):
+    return sum(re.match(pattern, line) is not None for line in lines)
+
+
+def on_stack(lines):
+    """The lines that use the stack: in a loop these are registers that did not fit."""
+    return [line for line in lines if re.search(r"\(%[er]sp|\[sp\b", line)]
+
+
+def wrapped(body):
+    """A kernel of the one C signature around body(job as a pointer to int64)."""
+    from fastattn.cpu.simd import address, pointer_to
+
+    integers = pointer_to("int64")
+
+    def kernel(job, scratch, quota):
+        body(integers(address(job)))
+        return 0
+
+    return kernel
+
+
+def product_loop(target, dtype, accumulate=False):
+    """Assembly lines of the register tile's loop."""
+    from fastattn.cpu.microkernel import product, tile_shape
+    from fastattn.cpu.simd import ITEMSIZE, jit, pointer_to
+
+    real, (mr, nv) = pointer_to(dtype), tile_shape(target.unit)
+    tile = product(dtype, target.unit.lanes(ITEMSIZE[dtype]), mr, nv, accumulate)
+
+    @jit
+    def body(job):
+        tile(real(job[0]), job[1], real(job[2]), job[3], real(job[4]), job[5], job[6])
+
+    (loop,) = loops(compile.assembly(wrapped(body), target))
+    return loop
+
+
+@on_each_target
+@floats
+def test_tile_is_fused_multiply_adds_without_spills(target, dtype):
+    from fastattn.cpu.microkernel import tile_shape
+
+    mr, nv = tile_shape(target.unit)
+    loop = product_loop(target, dtype)
+    assert count(fused(target, dtype), loop) == mr * nv
+    assert not on_stack(loop)
+    # Beyond them: nv loads, a broadcast and perhaps a pointer a row, and the loop's end.
+    assert len(loop) <= mr * nv + nv + 2 * mr + 6
+
+
+@on_each_target
+def test_a_tile_too_large_spills(target, monkeypatch):
+    from fastattn.cpu import microkernel
+
+    mr, nv = microkernel.tile_shape(target.unit)
+    monkeypatch.setitem(microkernel.TILE, target.unit.registers, (mr + 3, nv))
+    assert on_stack(product_loop(target, "float32"))
+
+
+def row_kernel(target, dtype):
+    """Assembly of the online softmax on one row."""
+    from fastattn.cpu.simd import ITEMSIZE, jit, pointer_to
+    from fastattn.cpu.softmax import row_update
+
+    real, update = pointer_to(dtype), row_update(dtype, target.unit.lanes(ITEMSIZE[dtype]))
+
+    @jit
+    def body(job):
+        scale, exclude = real(job[3])[0], job[8] != 0
+        acc, row_max, row_sum = real(job[4]), real(job[6]), real(job[7])
+        update(real(job[0]), job[1], job[2], scale, acc, job[5], row_max, row_sum, exclude)
+
+    return compile.assembly(wrapped(body), target)
+
+
+CALL = r"(callq?|blr?)\b"
+IN_MEMORY = r"-?\w*\([^)]*\)"
+MASKED_STORE = (
+    rf"vp?maskmov\w+\s+%[xyz]mm\d+, %[xyz]mm\d+, {IN_MEMORY}"
+    rf"|v\w+\s+%[xyz]mm\d+, {IN_MEMORY} \{{%k"
+)
+ONE_LANE = r"(v\w+s[sd]\s+(?!.*\().*%xmm|f(madd|mul|add|sub)\s+[sd]\d)"
+
+
+@on_each_target
+@floats
+def test_softmax_loop_is_vectors_only(target, dtype):
+    from fastattn.cpu.simd import EXP2
+
+    assembly = row_kernel(target, dtype)
+    lines = [line.strip() for line in assembly.splitlines()]
+    assert not count(CALL, lines)
+    assert not count(MASKED_STORE, lines)
+    hot = [loop for loop in loops(assembly) if count(fused(target, dtype), loop) > 4]
+    assert hot
+    for loop in hot:
+        assert count(fused(target, dtype), loop) == 2 * (len(EXP2[dtype]) - 1)
+        assert not count(ONE_LANE, loop)
+        # Sixteen registers cannot hold two rounds and all constants; the sums must not wait.
+        assert len(on_stack(loop)) <= (0 if target.unit.registers == 32 else SPILLS)
+
+
+@on_each_target
+def test_masking_has_no_masked_stores(target):
+    from fastattn.cpu.masking import mask_row
+    from fastattn.cpu.simd import jit, pointer_to
+
+    apply = mask_row(Variant("float32", True, "float32"), target.unit)
+    real, truths = pointer_to("float32"), pointer_to("bool")
+
+    @jit
+    def body(job):
+        s, scale, mask, bias = real(job[0]), real(job[6])[0], truths(job[7]), real(job[9])
+        start, stop, low, high, width = job[1], job[2], job[3], job[4], job[5]
+        spare = real(job[11])
+        apply(s, start, stop, low, high, width, scale, mask, job[8], bias, job[10], spare)
+
+    lines = [line.strip() for line in compile.assembly(wrapped(body), target).splitlines()]
+    assert not count(CALL, lines)
+    assert not count(MASKED_STORE, lines)
+
+
+def test_the_patterns_see_what_they_look_for():
+    for line in (
+        "vmovups\t%zmm3, (%rax,%rdx,4) {%k1}",
+        "vmaskmovps\t%ymm1, %ymm2, (%rdi)",
+        "vmovdqu32\t%ymm1, 32(%rdi) {%k1}",
+    ):
+        assert count(MASKED_STORE, [line]) == 1
+    for operands in ("%zmm3, (%rax)", "(%rax), %zmm4, %zmm5 {%k1}", "%zmm3, %zmm4, %zmm5 {%k1}"):
+        assert count(MASKED_STORE, [f"vsome\t{operands}"]) == 0
+    for line in ("vaddss\t%xmm1, %xmm2, %xmm3", "fmadd\ts0, s1, s2, s3"):
+        assert count(ONE_LANE, [line]) == 1
+    assert count(ONE_LANE, ["vbroadcastss\t(%rax), %zmm1"]) == 0
+    assert count(CALL, ["callq\texp2f"]) == count(CALL, ["bl\texp2f"]) == 1
+    assert loops(".L1:\n\tnop\n\tjne .L1\n.L2:\n\tb.ne .L1\n\tret") == [["nop", "jne .L1"]]
+
+
+@on_each_target
+def test_combine_kernel_needs_nothing_from_outside(target):
+    from fastattn.cpu.decode import combine_kernel
+
+    kernel = combine_kernel(Variant("float32"), target.unit)
+    _, code = compile.compile_object(kernel, target)  # raises if it does
+    assert len(code) < 10_000
+
+
+@pytest.mark.slow
+@on_each_target
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("float32"),
+        Variant("float64"),
+        Variant("float32", True, "float16"),
+        Variant("float64", True, "float32"),
+        Variant("float32", False, "float64"),
+    ],
+    ids=lambda v: f"{v.dtype}-{'mask' if v.has_mask else ''}-{v.bias_dtype}",
+)
+def test_forward_kernel_needs_nothing_from_outside(target, variant):
+    from fastattn.cpu.forward import forward_kernel
+
+    kernel = forward_kernel(variant, target.unit)
+    _, code = compile.compile_object(kernel, target)  # raises if it does
+    assert len(code) < CODE_LIMIT
+
+
+def test_a_kernel_that_calls_out_is_refused():
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def outside(typingctx, x):
+        def codegen(context, builder, sig, args):
+            from llvmlite import ir
+
+            # One that exists: Numba, too, links the kernel, and would end the process.
+            function = ir.Function(builder.module, ir.FunctionType(ir.IntType(64), []), "getpid")
+            return builder.call(function, [])
+
+        return x(x), codegen
+
+    def kernel(job, scratch, quota):
+        return outside(quota)
+
+    with pytest.raises(RuntimeError, match=r"needs symbols from outside: \['getpid'\]"):
+        compile.compile_object(kernel, TARGETS["x86-64-v3"])

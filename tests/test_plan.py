@@ -1,0 +1,205 @@
+"""Dispatch, block sizes and threads as truth tables: no arrays, nothing is run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import fastattn
+import fastattn.plan as planning
+from fastattn.cpu import run as cpu_run
+from fastattn.plan import BLOCK_M, BLOCK_N, MC, SPLIT_N, block_m_for, plan
+from fastattn.problem import Problem, Variant
+
+REASON = "numba is not installed: pip install numba"
+
+
+def problem(seqlen_q=512, seqlen_k=512, *, batch=1, heads=8, heads_kv=None, **more):
+    sizes = {"batch": batch, "heads_q": heads, "heads_kv": heads_kv or heads}
+    sizes |= {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 64, "head_dim_v": 64}
+    rest = {"scale": 0.125, "offset": seqlen_k - seqlen_q, "left": None, "right": None}
+    return Problem(Variant(more.pop("dtype", "float32")), **(sizes | rest | more))
+
+
+@pytest.fixture(autouse=True)
+def forget_plans():
+    planning._plan.cache_clear()
+    yield
+    planning._plan.cache_clear()
+
+
+@pytest.fixture
+def with_cpu(monkeypatch):
+    """Any kernel can be had, whatever is installed here."""
+    monkeypatch.setattr(cpu_run, "unavailable", lambda variant: "")
+
+
+@pytest.fixture
+def without_cpu(monkeypatch):
+    monkeypatch.setattr(cpu_run, "unavailable", lambda variant: REASON)
+
+
+def on(threads, *args, **kwargs):
+    with fastattn.num_threads(threads):
+        return plan(*args, **kwargs)
+
+
+# --- which backend ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen", "reason", "rejected"),
+    [
+        ("auto", "cpu", "the compiled kernel is the fastest here", "numpy"),
+        ("cpu", "cpu", "asked for by name", "numpy"),
+        ("numpy", "numpy", "asked for by name", "cpu"),
+    ],
+)
+def test_backend_where_kernels_can_be_had(with_cpu, asked, chosen, reason, rejected):
+    result = plan(problem(), asked)
+    assert (result.backend, result.reason) == (chosen, reason)
+    assert [name for name, _ in result.rejected] == [rejected]
+
+
+def test_backend_where_they_cannot(without_cpu):
+    result = plan(problem(), "auto")
+    assert (result.backend, result.reason) == ("numpy", "the fallback that always answers")
+    assert result.rejected == (("cpu", REASON),)
+    assert plan(problem(), "numpy").rejected == (("cpu", "backend='numpy' was asked for"),)
+    with pytest.raises(ImportError) as error:
+        plan(problem(), "cpu")
+    text = f"backend='cpu' cannot run here: {REASON}. backend='auto' falls back to NumPy."
+    assert str(error.value) == text
+
+
+def test_asking_for_numpy_does_not_look_for_kernels(monkeypatch):
+    monkeypatch.setattr(cpu_run, "unavailable", lambda variant: pytest.fail("looked"))
+    assert plan(problem(), "numpy").backend == "numpy"
+
+
+# --- blocks -------------------------------------------------------------------------------------
+
+THREADS = [1, 2, 3, 8, 64, 128]
+ROWS = [1, 2, 47, 48, 49, 95, 96, 97, 383, 384, 385, 1000, 8192, 100_003]
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("heads", [1, 7, 32, 1000])
+def test_block_m_is_bounded(threads, heads):
+    for rows in ROWS:
+        block_m = block_m_for(rows, heads, threads)
+        assert 1 <= block_m <= min(BLOCK_M, rows)
+        # whole strips of MC rows, unless one block takes all rows or nothing had to be cut
+        assert block_m in (rows, BLOCK_M) or block_m % MC == 0
+        assert block_m >= min(rows, MC)
+    assert block_m_for(0, heads, threads) == 1
+
+
+def test_blocks_that_fix_the_bits_depend_on_the_dtype_only(with_cpu):
+    for dtype in ("float32", "float64"):
+        plans = [
+            on(threads, problem(m, n, batch=batch, heads_kv=2, dtype=dtype))
+            for threads in (1, 2, 64)
+            for m, n, batch in ((1, 1, 1), (1, 5000, 1), (700, 700, 3), (5000, 40, 2))
+        ]
+        assert {(p.block_n, p.split_n) for p in plans} == {(BLOCK_N[dtype], SPLIT_N)}
+        assert SPLIT_N % BLOCK_N[dtype] == 0
+
+
+@pytest.mark.parametrize(
+    ("threads", "heads", "sizes", "splits"),
+    [
+        (1, 1, (1, 100_000), 1),  # nobody to share with
+        (2, 1, (1, 100_000), 98),
+        (2, 8, (1, 100_000), 1),  # heads enough
+        (8, 8, (1, 1024), 1),  # one run of keys
+        (8, 7, (1, 4097), 5),
+        (2, 8, (8192, 8192), 1),  # queries enough
+        (64, 8, (8192, 8192), 1),
+    ],
+)
+def test_splits_along_the_keys(with_cpu, threads, heads, sizes, splits):
+    assert on(threads, problem(*sizes, heads=heads)).num_splits == splits
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_small_work_stays_on_one_thread(with_cpu, threads):
+    for sizes in ((1, 1), (1, 64), (16, 16)):
+        assert on(threads, problem(*sizes)).num_threads == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 64, 128])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"seqlen_q": 8192, "seqlen_k": 8192, "heads": 1},
+        {"seqlen_q": 512, "seqlen_k": 512, "heads": 128},
+        {"seqlen_q": 1, "seqlen_k": 131_072, "heads": 32, "heads_kv": 8},
+        {"seqlen_q": 128, "seqlen_k": 128, "heads": 12, "batch": 64},
+        {"seqlen_q": 12_345, "seqlen_k": 12_345, "heads": 3, "right": 0},
+    ],
+    ids=str,
+)
+def test_every_thread_gets_work_where_there_is_enough(with_cpu, threads, sizes):
+    result = on(threads, problem(**sizes))
+    assert result.num_threads == threads
+    assert result.work_items >= threads
+    if threads > 1:  # and no thread much more than the others: the last item is a small part
+        assert result.work_items >= 2 * threads
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_never_more_threads_than_items_or_than_allowed(with_cpu, threads):
+    for m in (1, 2, 33, 512, 4096):
+        for n in (1, 100, 1025, 8192):
+            for heads in (1, 3, 32):
+                result = on(threads, problem(m, n, heads=heads))
+                assert 1 <= result.num_threads <= min(threads, result.work_items)
+                rows, blocks = m, -(-m // result.block_m)
+                assert result.work_items == heads * blocks * result.num_splits
+                assert result.block_m <= rows
+
+
+def test_a_plan_follows_the_number_of_threads(with_cpu):
+    large = problem(4096, 4096)
+    assert [on(n, large).num_threads for n in (3, 1, 3)] == [3, 1, 3]
+    assert on(2, large) is on(2, large)  # made once
+
+
+def test_work_counts_visible_pairs(with_cpu):
+    full = problem(1000, 1000)
+    assert full.visible_pairs == 1_000_000
+    assert replace(full, right=0).visible_pairs == 500_500
+    assert replace(full, left=0, right=0).visible_pairs == 1000
+    assert replace(full, offset=-1000, right=0).visible_pairs == 0
+    assert full.flop == 2 * 8 * 1_000_000 * 128
+
+
+# --- explain ------------------------------------------------------------------------------------
+
+
+def test_text_of_a_plan(with_cpu):
+    text = str(on(2, problem(1, 4096, heads=32, heads_kv=8)))
+    assert (
+        text.splitlines()
+        == [
+            "backend     cpu: the compiled kernel is the fastest here",
+            "not numpy   slower: its scores and probabilities go through memory",
+            "problem     1 x 32 heads over 8, 1 queries x 4096 keys, head_dim 64/64, float32",
+            "work        0.0336 Gflop over 4096 visible pairs a head",
+            f"blocks      block_m 4, block_n 256, mc {MC}, split_n 1024",
+            "threads     2 for 8 work items",
+        ]
+        or "along the keys" in text.splitlines()[-1]
+    )
+    assert "backend     numpy: asked for by name" in str(plan(problem(), "numpy"))
+
+
+def test_text_without_kernels(without_cpu):
+    text = str(plan(problem()))
+    assert "backend     numpy: the fallback that always answers" in text
+    assert f"not cpu     {REASON}" in text
