@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from .api import attention, explain, scaled_dot_product_attention
+from .api import attention, attention_varlen, explain
 from .cpu.threads import get_num_threads, num_threads, set_num_threads
+from .sdpa import scaled_dot_product_attention
 
 __all__ = [
     "__version__",
     "attention",
+    "attention_varlen",
     "explain",
     "get_num_threads",
     "num_threads",
