@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import dropout
+from .arguments import dropout_of
+from .arrays import same_arrays
 from .check import check, check_backend, check_packed
 from .plan import plan
 from .problem import Operands, Plan, Problem
@@ -216,6 +220,68 @@ def explain(
     check_backend(backend)
     problem, _ = check(q, k, v, **arguments)
     return plan(problem, backend)
+
+
+def merge(
+    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (out, lse) over two disjoint sets of keys, from the results over each.
+
+    Parameters
+    ----------
+    out_a, out_b : (..., seqlen_q, head_dim_v), of one dtype
+    lse_a, lse_b : (..., seqlen_q), of one dtype, as attention(return_lse=True) gives them.
+        Of attention_varlen(), pass lse.T. Sinks may be in one of the two only.
+
+    Returns
+    -------
+    out, lse : shapes and dtypes of out_a and lse_a. An empty part (lse -inf) changes nothing.
+
+    Raises
+    ------
+    ValueError, TypeError   shapes and dtypes that do not fit together
+
+    Notes
+    -----
+    lse = log(exp(lse_a) + exp(lse_b)), out = sum of out_x * exp(lse_x - lse).
+    """
+    outs = same_arrays(("out_a", "out_b"), (out_a, out_b))
+    lses = same_arrays(("lse_a", "lse_b"), (lse_a, lse_b))
+    if lses[0].shape != outs[0].shape[:-1]:
+        rule = "lse_a must have the shape of out_a without its last axis"
+        raise ValueError(f"{rule}, got {lses[0].shape} and {outs[0].shape}")
+    with np.errstate(all="ignore"):
+        lse = np.logaddexp(*lses)
+        out = np.zeros(outs[0].shape, lse.dtype)
+        for part, part_lse in zip(outs, lses, strict=True):
+            weight = np.exp(part_lse - lse)
+            # -inf - -inf is NaN, and an empty part may hold anything.
+            out += np.where((part_lse == -np.inf)[..., None], 0, part * weight[..., None])
+    return out.astype(outs[0].dtype), lse
+
+
+def dropout_mask(
+    shape: tuple[int, ...], *, dropout_p: float, dropout_seed: int | None = None
+) -> np.ndarray:
+    """Return which probabilities attention() keeps, as bool of `shape`.
+
+    Parameters
+    ----------
+    shape : (..., heads_q, seqlen_q, seqlen_k), rank 2 and up, as the scores
+    dropout_p, dropout_seed : as in attention()
+
+    Notes
+    -----
+    An element depends on the seed and on its index in the batch (leading axes in C order), head,
+    row and key, counted from kv_start, not on `shape`.
+    """
+    *lead, seqlen_q, seqlen_k = shape
+    heads = lead.pop() if lead else 1
+    p, seed = dropout_of(dropout_p, dropout_seed)
+    head_keys = dropout.head_keys(seed, prod(lead), heads)
+    row_keys = dropout.chained(head_keys[..., None], np.arange(seqlen_q))
+    keep = dropout.kept(row_keys, np.arange(seqlen_k), p) & (p < 1)
+    return keep.reshape(shape)
 
 
 def run(problem: Problem, operands: Operands, backend: str) -> None:

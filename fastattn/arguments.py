@@ -177,17 +177,19 @@ def lengths_of(
     q_len: Any,
     kv_len: Any,
     kv_start: Any,
+    fold: bool,
 ) -> tuple[np.ndarray | None, int, int, int]:
     """Return (ranges, kv_start, kv_stop, offset) for Operands.ranges.
 
-    `ranges` is None where the other three serve the whole batch and no query row is missing: by
-    what kind of argument was given, never by its values, as each kernel is compiled for one case.
+    `ranges` is None where the other three serve the whole batch and no query row is missing: by the
+    kind of argument, not by its values, as each kernel is compiled for one case. Unless `fold`,
+    that is only so without lengths.
     """
     is_one_align = isinstance(align, (str, int)) or np.ndim(align) == 0
     if q_len is None and kv_len is None and kv_start is None and is_one_align:
         return None, 0, seqlen_k, offset_of(align, seqlen_q, seqlen_k)
     columns = _columns(lead, seqlen_q, seqlen_k, align, q_len, kv_len, kv_start)
-    is_one_answer = prod(lead) == 1 or not any(column.ndim for column in columns)
+    is_one_answer = fold and (prod(lead) == 1 or not any(column.ndim for column in columns))
     if is_one_answer and columns[0].flat[0] == seqlen_q:
         _, start, stop, offset = (int(column.flat[0]) for column in columns)
         return None, start, stop, offset

@@ -65,6 +65,20 @@ def plain(name: str, a: Any) -> np.ndarray:
     return np.asarray(a)
 
 
+def same_arrays(names: tuple[str, ...], values: tuple[Any, ...]) -> list[np.ndarray]:
+    """Return plain float arrays, all of one shape and dtype."""
+    arrays = [plain(name, a) for name, a in zip(names, values, strict=True)]
+    for name, a in zip(names, arrays, strict=True):
+        if not float_name(a.dtype):
+            raise TypeError(f"{name} must be {FLOAT_RULE}, got {a.dtype}")
+        for rule, kind, error in (("dtype", a.dtype, TypeError), ("shape", a.shape, ValueError)):
+            first = getattr(arrays[0], rule)
+            if kind != first:
+                message = f"{names[0]} and {name} must have the same {rule}, got {first} and {kind}"
+                raise error(message)
+    return arrays
+
+
 def _canonical(a: np.ndarray) -> np.ndarray:
     """Return `a`, or a copy if it is not native, aligned and in strides of whole elements."""
     flags = a.flags

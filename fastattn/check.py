@@ -64,14 +64,16 @@ def check(
     return_lse: Any = False,
     out: np.ndarray | None = None,
     names: Names = NAMES,
+    fold: bool = True,
     **numbers: Any,
 ) -> tuple[Problem, Operands]:
     """Return the Problem and the canonical views of one call, or raise before anything is written.
 
     Parameters are those of attention(); `names` says what a face's caller called the arrays. Rank 2
-    means one head: the views get a heads axis of 1. `out` and, if return_lse, `lse` are allocated
-    C-contiguous. Nothing is copied but an input that is not native, aligned and in strides of whole
-    elements. Raises TypeError for kinds and dtypes, ValueError for shapes and values.
+    means one head: the views get a heads axis of 1. With `fold`, lengths that serve the whole batch
+    become views of k, v, mask and bias. `out` and, if return_lse, `lse` are allocated C-contiguous.
+    Nothing is copied but an input that is not native, aligned and in strides of whole elements.
+    Raises TypeError for kinds and dtypes, ValueError for shapes and values.
     """
     q, k, v = operands_of(names, q, k, v)
     has_heads = q.ndim > 2 or k.ndim > 2 or v.ndim > 2
@@ -85,7 +87,7 @@ def check(
     if bias is not None:
         bias = broadcast(names.bias, bias_of(names, bias), (*rows, seqlen_k), has_heads)
     inputs = q, k, v, mask, bias
-    spans = lengths_of(tuple(lead), seqlen_q, seqlen_k, align, q_len, kv_len, kv_start)
+    spans = lengths_of(tuple(lead), seqlen_q, seqlen_k, align, q_len, kv_len, kv_start, fold)
     ranges, start, stop, offset = spans
     if stop - start < seqlen_k:
         k, v = k[..., start:stop, :], v[..., start:stop, :]
