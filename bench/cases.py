@@ -50,6 +50,7 @@ class Case:
         return Problem(
             variant=Variant(
                 dtype=self.dtype,
+                storage=self.dtype,
                 has_mask=self.masking in ("padding", "mask"),
                 bias_dtype=self.dtype if self.masking == "bias" else "",
             ),

@@ -40,17 +40,18 @@ def unaligned(*shape):
 
 SHARED = np.ones(1000, F4)
 WINDOW = "window must be a pair of ints >= 0 or None"
-ALIGN = "align must be 'bottom_right', 'top_left' or an int"
+ALIGN = "align must be 'bottom_right', 'top_left', an int or an array of ints"
+FLOAT = "float16, bfloat16, float32 or float64"
 SAME_DTYPE = "q, k and v must have the same dtype, got "
 
 RULES = [
     # kinds and dtypes
-    ({"q": ones(2, 4, 7, 8, dtype=int)}, TypeError, "q must be float32 or float64, got int64"),
-    ({"k": ones(2, 2, 5, 8, dtype=bool)}, TypeError, "k must be float32 or float64, got bool"),
-    ({"v": ones(2, 2, 5, 6, dtype=complex)}, TypeError, "v must be float32 or float64, got comp"),
-    ({"q": ones(2, 4, 7, 8, dtype=object)}, TypeError, "q must be float32 or float64, got object"),
-    ({"q": ones(2, 4, 7, 8, dtype="f2")}, TypeError, "q must be float32 or float64, got float16"),
-    ({"q": None}, TypeError, "q must be float32 or float64, got object"),
+    ({"q": ones(2, 4, 7, 8, dtype=int)}, TypeError, f"q must be {FLOAT}, got int64"),
+    ({"k": ones(2, 2, 5, 8, dtype=bool)}, TypeError, f"k must be {FLOAT}, got bool"),
+    ({"v": ones(2, 2, 5, 6, dtype=complex)}, TypeError, f"v must be {FLOAT}, got comp"),
+    ({"q": ones(2, 4, 7, 8, dtype=object)}, TypeError, f"q must be {FLOAT}, got object"),
+    ({"q": ones(2, 4, 7, 8, dtype="f2")}, TypeError, SAME_DTYPE + "float16, float32 and float32"),
+    ({"q": None}, TypeError, f"q must be {FLOAT}, got object"),
     ({"k": ones(2, 2, 5, 8, dtype=float)}, TypeError, SAME_DTYPE + "float32, float64 and float32"),
     ({"v": ones(2, 2, 5, 6, dtype=float)}, TypeError, SAME_DTYPE + "float32, float32 and float64"),
     (
@@ -123,7 +124,7 @@ RULES = [
     (
         {"align": 2**63},
         ValueError,
-        "align must lie within -2**60 and 2**60, got 9223372036854775808",
+        "align must lie within -2**30 and 2**30, got 9223372036854775808",
     ),
     ({"window": 3}, ValueError, "window must be a pair (left, right), got 3"),
     ({"window": (1, 2, 3)}, ValueError, "window must be a pair (left, right), got (1, 2, 3)"),
@@ -159,14 +160,14 @@ RULES = [
     (
         {"bias": ones(7, 5, dtype=int)},
         TypeError,
-        "bias must be float16, float32 or float64, got int64",
+        f"bias must be {FLOAT}, got int64",
     ),
     (
         {"bias": ones(7, 5, dtype=bool)},
         TypeError,
-        "bias must be float16, float32 or float64, got bool. Pass a bool array as mask.",
+        f"bias must be {FLOAT}, got bool. Pass a bool array as mask.",
     ),
-    ({"bias": ones(7, 5, dtype=complex)}, TypeError, "bias must be float16, float32 or float64, g"),
+    ({"bias": ones(7, 5, dtype=complex)}, TypeError, f"bias must be {FLOAT}, g"),
     # out
     ({"out": [[0.0]]}, TypeError, "out must be a plain NumPy array, got list"),
     ({"out": masked(2, 4, 7, 6)}, TypeError, "out must be a plain NumPy array, got MaskedArray"),
@@ -224,7 +225,7 @@ def test_out_may_interleave_with_an_input(backend):
 
 
 TORCH_RULES = [
-    ({"query": ones(4, 7, 8, dtype=int)}, TypeError, "query must be float32 or float64, got int64"),
+    ({"query": ones(4, 7, 8, dtype=int)}, TypeError, f"query must be {FLOAT}, got int64"),
     ({"value": ones(8)}, ValueError, "value must have rank 2 or more, got shape (8,)"),
     ({"key": masked(4, 5, 8)}, TypeError, "key must be a plain array, got a masked array"),
     (
@@ -260,7 +261,6 @@ TORCH_RULES = [
     ({"attn_mask": ones(2, 4, 7, 5) > 0}, ValueError, "attn_mask must broadcast to the scores (4"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
     ({"dropout_p": float("nan")}, ValueError, "dropout_p must be between 0 and 1, got nan"),
-    ({"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0, got 0.1: dropout is not impl"),
     ({"scale": float("inf")}, ValueError, "scale must be finite in float32, got inf"),
 ]
 

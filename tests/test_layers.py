@@ -18,14 +18,17 @@ LAYERS = [
     "nn.multihead",
     "nn.activations nn.norms nn.positions",
     "nn.linear",
+    "sdpa weights",
     "api",
     "check plan",
+    "arguments arrays",
+    "probabilities",
     "reference cpu.run",
     "cpu.decode",
     "cpu.forward",
     "cpu.softmax cpu.microkernel",
     "cpu.threads cpu.simd cpu.compile mods",
-    "cpu cpu.job machine problem",
+    "cpu cpu.job dropout machine problem",
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,14 +28,18 @@ AXES = ["", "", "k", "q1", "qk", "h1k", "hqk", "b11k", "bhqk"]
 LAYOUTS = ["plain", "heads last", "transposed", "reversed", "strided", "swapped"]
 
 
+LENGTHS = ["q_len", "kv_len", "kv_start", "align"]
+DTYPES = ["float16", "bfloat16", "float32", "float32", "float64"]
+
+
 @st.composite
-def cases(draw):
-    """Draw every parameter of a call at once."""
+def cases(draw, dtypes=("float32", "float64"), features=False):
+    """Draw every parameter of a call at once; `features` are those beside mask, bias and window."""
     heads_kv = draw(st.integers(1, 3))
     seqlen_q, seqlen_k = draw(SIZES), draw(SIZES)
     radius = st.one_of(st.none(), st.integers(0, 2 * seqlen_k))
     aligns = st.sampled_from(["bottom_right", "top_left"])
-    return Case(
+    case = Case(
         "fuzz",
         seqlen_q,
         seqlen_k,
@@ -43,7 +48,7 @@ def cases(draw):
         batch=draw(st.integers(1, 2)),
         heads_q=heads_kv * draw(st.integers(1, 4)),
         heads_kv=heads_kv,
-        dtype=draw(st.sampled_from(["float32", "float64"])),
+        dtype=draw(st.sampled_from(dtypes)),
         scale=draw(st.one_of(st.none(), st.sampled_from([0.0, -0.25, 1.0]))),
         causal=draw(st.booleans()),
         align=draw(st.one_of(aligns, st.integers(-seqlen_q - 3, seqlen_k + 3))),
@@ -51,6 +56,48 @@ def cases(draw):
         mask=draw(st.sampled_from(AXES)),
         bias=draw(st.sampled_from(AXES)),
     )
+    return draw(with_features(case)) if features else case
+
+
+@st.composite
+def with_features(draw, case):
+    lengths = [name for name in ["one", *LENGTHS] if draw(st.booleans())]
+    chunks = st.one_of(st.just(0), st.integers(1, 2 * case.seqlen_k))
+    return replace(
+        case,
+        chunk=draw(chunks),
+        softcap=draw(st.sampled_from([None, 0.0, 0.5, 3.0, 40.0])),
+        alibi=draw(st.sampled_from(["", "h", "bh"])),
+        sinks=draw(st.booleans()),
+        lengths=" ".join(lengths) if lengths != ["one"] else "",
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        bias_dtype=draw(st.sampled_from(["", *DTYPES])),
+    )
+
+
+# What a backend may lack, and the value without it. A draw that a backend says it cannot run is cut
+# down until it can, so that the rest of it is tested.
+PLAIN = {
+    "dtype": "float32",
+    "bias_dtype": "float32",
+    "chunk": 0,
+    "softcap": None,
+    "alibi": "",
+    "sinks": False,
+    "lengths": "",
+    "dropout_p": 0.0,
+}
+
+
+def limited(case, backend):
+    """Return the case, without those features that `backend` lacks."""
+    for name, value in PLAIN.items():
+        try:
+            fastattn.explain(*case.arrays(), **case.flags(), backend=backend)
+            break
+        except ImportError:
+            case = replace(case, **{name: value})
+    return case
 
 
 def laid_out(a, layout):
@@ -64,22 +111,45 @@ def laid_out(a, layout):
             return np.ascontiguousarray(a[..., ::-1, ::-1])[..., ::-1, ::-1]
         case "strided":
             return np.repeat(a, 2, axis=-1)[..., 1::2]
-        case "swapped":
+        case "swapped" if a.dtype.kind == "f":  # others have one byte order
             return a.astype(a.dtype.newbyteorder())
     return a
 
 
-@given(case=cases(), layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3), seed=st.integers(0, 99))
-@FUZZ
-def test_any_call_agrees_with_the_oracle(backend, case, layouts, seed):
+def assert_agrees_with_the_oracle(backend, case, layouts, seed):
+    case = limited(case, backend)
     arrays, flags = case.arrays(seed), case.flags(seed)
     q, k, v = map(laid_out, arrays, layouts)
-    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, case.dtype)
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, arrays[0].dtype)
     _, lse = fastattn.attention(q, k, v, **flags, return_lse=True, out=out, backend=backend)
+    if flags.pop("dropout_seed", None) is not None:
+        flags["keep"] = fastattn.dropout_mask(
+            case.shape("bhqk"), dropout_p=case.dropout_p, dropout_seed=seed + 3
+        )
     exact, formula = oracle.judge(*arrays, **flags)
     # Few numbers make a poor estimate of the formula's error, so the floor does the work here.
     oracle.assert_within_budget(out, exact[0], formula[0], floor=16)
     oracle.assert_within_budget(lse, exact[1], formula[1], floor=16)
+
+
+ANY_CALL = {
+    "case": cases(DTYPES, features=True),
+    "layouts": st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
+    "seed": st.integers(0, 99),
+}
+
+
+@given(**ANY_CALL)
+@settings(FUZZ, max_examples=200)
+def test_any_call_agrees_with_the_oracle(backend, case, layouts, seed):
+    assert_agrees_with_the_oracle(backend, case, layouts, seed)
+
+
+@pytest.mark.slow
+@given(**ANY_CALL)
+@settings(FUZZ, max_examples=2000, derandomize=False)
+def test_many_calls_agree_with_the_oracle(backend, case, layouts, seed):
+    assert_agrees_with_the_oracle(backend, case, layouts, seed)
 
 
 def attend(backend, *arrays, **flags):

@@ -27,8 +27,16 @@ _kept = threading.local()
 _ABSENT = (0,) * len(PARTS)
 
 
+_LACKING = ("softcap", "alibi", "sinks", "dropout", "ranges", "chunk")
+
+
 def unavailable(variant: Variant) -> str:
     """Why this backend cannot run the variant, in one line; "" if it can."""
+    lacks = [name for name in _LACKING if getattr(variant, name)]
+    if variant.storage != variant.dtype or variant.bias_dtype == "bfloat16":
+        lacks.append("half precision")
+    if lacks:
+        return f"the compiled kernel has no {' and no '.join(lacks)} yet"
     return compile.unavailable(("forward", variant))
 
 
