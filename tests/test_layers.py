@@ -26,9 +26,15 @@ LAYERS = [
     "reference cpu.run",
     "cpu.decode",
     "cpu.forward",
-    "cpu.softmax cpu.microkernel",
-    "cpu.threads cpu.simd cpu.compile mods",
+    "cpu.products cpu.masking cpu.rows",
+    "cpu.softmax cpu.microkernel cpu.modifiers",
+    "cpu.random cpu.fields",
+    "cpu.simd cpu.auxiliary",
+    "cpu.elementary cpu.memory",
+    "cpu.registers cpu.threads cpu.compile mods block_mask",
+    "trace",
     "cpu cpu.job dropout machine problem",
+    "modifier",
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
 
