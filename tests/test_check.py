@@ -406,7 +406,7 @@ def test_packed_rule(change, error, message):
 def test_packed_out_may_not_overlap():
     arguments = packed()
     arguments["out"] = arguments["q"][..., :6]
-    with pytest.raises(ValueError, match="^out must not overlap q, got"):
+    with pytest.raises(ValueError, match=r"^out must not overlap q, got"):
         fastattn.attention_varlen(**arguments)
 
 
