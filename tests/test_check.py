@@ -468,6 +468,13 @@ def test_weights_rule(function, change, error, message):
         function(**{"q": ones(2, 7, 8), "k": ones(2, 5, 8)} | change)
 
 
+def test_dropout_mask_rule():
+    with pytest.raises(ValueError, match=r"^shape must have two axes or more, got \(3,\)"):
+        fastattn.dropout_mask((3,), dropout_p=0.5)
+    with pytest.raises(ValueError, match=r"^dropout_p must be between 0 and 1, got 2"):
+        fastattn.dropout_mask((3, 3), dropout_p=2)
+
+
 def test_explain_knows_the_arguments_of_attention():
     with pytest.raises(TypeError, match="unexpected keyword argument 'slopes'"):
         fastattn.explain(**valid(), slopes=1)
