@@ -88,8 +88,8 @@ def attention(
     Returns
     -------
     out : (..., heads_q, seqlen_q, head_dim_v), dtype of q, C-contiguous unless given.
-        A row that sees no key is 0, and so is one past q_len. A hidden key contributes nothing, even
-        if it holds NaN or inf.
+        A row that sees no key is 0, and so is one past q_len. A hidden key contributes nothing,
+        even if it holds NaN or inf.
     lse : (..., heads_q, seqlen_q), float64 for float64, else float32. Only if return_lse.
         Natural log of the sum of exp(score) over the sink and the keys that a row sees; -inf if
         there are none.
