@@ -88,7 +88,8 @@ def attention(
     Returns
     -------
     out : (..., heads_q, seqlen_q, head_dim_v), dtype of q, C-contiguous unless given.
-        A row that sees no key is 0. A hidden key contributes nothing, even if it holds NaN or inf.
+        A row that sees no key is 0, and so is one past q_len. A hidden key contributes nothing,
+        even if it holds NaN or inf.
     lse : (..., heads_q, seqlen_q), float64 for float64, else float32. Only if return_lse.
         Natural log of the sum of exp(score) over the sink and the keys that a row sees; -inf if
         there are none.
@@ -275,6 +276,8 @@ def dropout_mask(
     An element depends on the seed and on its index in the batch (leading axes in C order), head,
     row and key, counted from kv_start, not on `shape`.
     """
+    if len(shape) < 2:
+        raise ValueError(f"shape must have two axes or more, got {shape}")
     *lead, seqlen_q, seqlen_k = shape
     heads = lead.pop() if lead else 1
     p, seed = dropout_of(dropout_p, dropout_seed)

@@ -149,9 +149,9 @@ def scores(
     """Return the scores of `rows` and `keys`, (*slots, rows, keys), -inf where a key is hidden.
 
     And bool that broadcasts to them, True where it is; None if every row sees every key. `q` is
-    block() of the rows; `rows` are a slice or indices.
+    block() of the rows; `rows` are a slice with both ends, or indices.
     """
-    i = np.arange(problem.seqlen_q)[rows]
+    i = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
     j = np.arange(keys.start, keys.stop)
     bias = None if part.bias is None else part.bias[..., rows, keys]
     mask = None if part.mask is None else part.mask[..., rows, keys]

@@ -172,3 +172,78 @@ def test_torch_float32_mask_with_float64():
     ours = fastattn.scaled_dot_product_attention(*case.arrays(), case.flags()["bias"])
     exact, _ = oracle.attention(*case.arrays(), bias=case.flags()["bias"])
     np.testing.assert_allclose(ours, exact, rtol=0, atol=1e-14)
+
+
+def positions(case, flags):
+    names = ("causal", "align", "window", "chunk", "q_len", "kv_len", "kv_start")
+    return oracle.positions(case.seqlen_q, case.seqlen_k, *map(flags.get, names))
+
+
+@pytest.mark.parametrize("case", CASES[::7], ids=str)
+def test_torch_in_float64(case, backend):
+    """PyTorch's math, told by one float mask what each row sees and what is added."""
+    torch = pytest.importorskip("torch")
+    case = replace(case, dtype="float64", bias_dtype="", softcap=None, sinks=False, dropout_p=0.0)
+    (q, k, v), flags = case.arrays(), case.flags()
+    p, j, visible = positions(case, flags)
+    added = np.asarray(flags.get("bias", 0.0))
+    if "alibi" in flags:
+        added = added - flags["alibi"].astype(float)[..., None, None] * np.abs(p - j)
+    added = np.where(visible & flags.get("mask", True), added, -np.inf)
+    added = np.broadcast_to(added, case.shape("bhqk"))
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *map(torch.from_numpy, (q, k, v)),
+        attn_mask=torch.from_numpy(added.copy()),
+        scale=case.scale,
+        enable_gqa=True,
+    )
+    ours = fastattn.attention(q, k, v, **flags, backend=backend)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=1e-12 * max(1, case.spread))
+
+
+FLEX = [
+    Case("flex", 33, 70, 16, 24, batch=2, heads_q=4, heads_kv=2, causal=True),
+    Case("flex", 70, 33, causal=True),
+    Case("flex", 33, 70, window=(9, 4), softcap=2.0),
+    Case("flex", 33, 70, heads_q=4, alibi="h", align="top_left", causal=True),
+    Case("flex", 40, 130, chunk=16, align=-7, softcap=5.0, alibi="h"),
+    Case("flex", 40, 130, batch=3, heads_q=4, lengths="kv_len align", window=(30, 2), alibi="bh"),
+    Case("flex", 40, 130, batch=2, mask="b1qk", bias="hqk", scale=-0.3),
+]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", FLEX, ids=str)
+def test_torch_flex_attention_in_float64(case, backend):
+    """The same words as functions of (b, h, i, j); out and lse, empty rows included."""
+    torch = pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    case = replace(case, dtype="float64")
+    (q, k, v), flags = case.arrays(), case.flags()
+    p, j, visible = positions(case, flags)
+    bias = np.asarray(flags.get("bias", 0.0))
+    visible = visible & flags.get("mask", True) & (bias != -np.inf)
+    slopes = np.asarray(flags.get("alibi", 0.0), float)[..., None, None]
+    added = np.where(np.isinf(bias), 0, bias) - slopes * np.abs(p - j)
+    added, visible = (
+        torch.from_numpy(np.broadcast_to(a, case.shape("bhqk")).copy()) for a in (added, visible)
+    )
+
+    def score_mod(score, b, h, i, j):
+        if case.softcap:
+            score = case.softcap * torch.tanh(score / case.softcap)
+        return score + added[b, h, i, j]
+
+    theirs, aux = flex.flex_attention(
+        *map(torch.from_numpy, (q, k, v)),
+        score_mod=score_mod,
+        block_mask=flex.create_block_mask(
+            lambda b, h, i, j: visible[b, h, i, j], *case.shape("bhqk"), device="cpu"
+        ),
+        scale=case.scale,
+        enable_gqa=True,
+        return_aux=flex.AuxRequest(lse=True),
+    )
+    ours, lse = fastattn.attention(q, k, v, **flags, return_lse=True, backend=backend)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(lse, aux.lse.numpy(), rtol=1e-13, atol=1e-13)

@@ -89,11 +89,11 @@ PLAIN = {
 }
 
 
-def limited(case, backend):
+def limited(case, backend, seed):
     """Return the case, without those features that `backend` lacks."""
     for name, value in PLAIN.items():
         try:
-            fastattn.explain(*case.arrays(), **case.flags(), backend=backend)
+            fastattn.explain(*case.arrays(seed), **case.flags(seed), backend=backend)
             break
         except ImportError:
             case = replace(case, **{name: value})
@@ -117,7 +117,7 @@ def laid_out(a, layout):
 
 
 def assert_agrees_with_the_oracle(backend, case, layouts, seed):
-    case = limited(case, backend)
+    case = limited(case, backend, seed)
     arrays, flags = case.arrays(seed), case.flags(seed)
     q, k, v = map(laid_out, arrays, layouts)
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, arrays[0].dtype)
@@ -157,7 +157,7 @@ def attend(backend, *arrays, **flags):
 
 
 def tolerance(case):
-    return 64 * np.finfo(case.dtype).eps
+    return 64 * oracle.EPS[case.dtype]
 
 
 def merged(parts):
@@ -220,6 +220,13 @@ SAME_BITS = [
     Case("bits", 1, 5000, 32, batch=3, heads_q=4, heads_kv=1, causal=True),
     Case("bits", 3, 2500, 64, batch=2, heads_q=2, bias="hqk", dtype="float64"),
     Case("bits", 33, 65, 8, batch=2, heads_q=2, bias="qk", mask="b1qk"),
+    Case("bits", 70, 301, 16, batch=3, heads_q=4, heads_kv=2, softcap=3.0, alibi="bh", causal=True),
+    Case("bits", 33, 1500, 16, batch=3, heads_q=2, sinks=True, chunk=700),
+    Case("bits", 40, 700, 16, batch=3, heads_q=4, heads_kv=2, lengths="kv_len kv_start"),
+    Case("bits", 1, 5000, 32, batch=3, heads_q=4, heads_kv=1, lengths="kv_len", causal=True),
+    Case("bits", 40, 700, 16, batch=3, lengths="kv_len kv_start align", window=(90, 3), alibi="h"),
+    Case("bits", 70, 301, 24, batch=2, heads_q=2, causal=True, dtype="float16"),
+    Case("bits", 70, 301, 24, batch=2, heads_q=2, causal=True, dtype="bfloat16"),
 ]
 
 
@@ -227,9 +234,14 @@ def assert_same(backend, case, found, expected):
     """The compiled kernels promise the same bits; BLAS, which chooses by size, does not."""
     for a, b in zip(found, expected, strict=True):
         if backend == "numpy":
+            a, b = a.astype(float), b.astype(float)
             np.testing.assert_allclose(a, b, rtol=0, atol=tolerance(case))
         else:
             np.testing.assert_array_equal(a, b)
+
+
+# Axes of an argument that has one value for each batch entry.
+AXES_IN_BATCH = {"mask": 4, "bias": 4, "alibi": 2, "kv_len": 1, "kv_start": 1, "align": 1}
 
 
 @pytest.mark.parametrize("case", SAME_BITS, ids=str)
@@ -238,7 +250,7 @@ def test_neighbours_in_the_batch_do_not_matter(case, backend):
     out, lse = attend(backend, *arrays, **flags)
     for slot in range(case.batch):
         alone = {
-            name: value[slot] if name in ("mask", "bias") and value.ndim == 4 else value
+            name: value[slot] if np.ndim(value) == AXES_IN_BATCH.get(name) else value
             for name, value in flags.items()
         }
         found = attend(backend, *(a[slot] for a in arrays), **alone)
@@ -260,10 +272,14 @@ def test_queries_in_several_calls(case, rows, backend):
     q, k, v = case.arrays()
     flags = case.flags()
     expected = attend(backend, q, k, v, **flags)
+    keys = flags.get("kv_len", case.seqlen_k) - flags.get("kv_start", 0)
+    align = flags["align"]
+    if isinstance(align, str):
+        align = keys - case.seqlen_q
     starts = range(0, min(case.seqlen_q, 10 * rows), rows)
     for start in starts:
         part = slice(start, min(start + rows, case.seqlen_q))
-        piece = flags | {"align": case.seqlen_k - case.seqlen_q + start}
+        piece = flags | {"align": align + start}
         for name in ("mask", "bias"):
             if name in flags and flags[name].shape[-2] > 1:
                 piece[name] = flags[name][..., part, :]
