@@ -24,8 +24,12 @@ LAYERS = [
     "cpu.decode",
     "cpu.forward",
     "cpu.softmax cpu.microkernel",
-    "cpu.threads cpu.simd cpu.compile mods",
+    "cpu.modifiers",
+    "cpu.elementary cpu.auxiliary",
+    "cpu.threads cpu.simd cpu.compile mods block_mask",
+    "trace",
     "cpu cpu.job machine problem",
+    "modifier",
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
 

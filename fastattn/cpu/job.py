@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 # Each operand has an address (0 if absent), the address of `batch` int64 offsets for leading
 # dimensions that no single stride describes (0 where one does), and strides in elements, 0 where an
@@ -53,3 +55,21 @@ def pack(values: Iterable[float]) -> ctypes.Array:
     job = _Buffer()
     _PACKER.pack_into(job, 0, *values)
     return job
+
+
+def aux_table(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """int64 table of the aux arrays of a modifier: of each the address, its sizes, and its strides
+    in elements. Keep it, and the arrays, alive while a kernel runs.
+    """
+    return np.array(
+        [
+            number
+            for array in arrays
+            for number in (
+                array.__array_interface__["data"][0],
+                *array.shape,
+                *(stride // array.itemsize for stride in array.strides),
+            )
+        ],
+        np.int64,
+    )
