@@ -1,7 +1,7 @@
 """exp, log and tanh of a register as LLVM values: no library call, no table, no branch.
 
-float32 errs by at most 1 unit in the last place for exp and log and 2 for tanh, float64 by 1e-15
-relative. Infinities, NaN, signed zeros and subnormal numbers come out as in NumPy.
+Error, in units of the last place: exp 1.1, log 0.8, tanh 2.5. Infinities, NaN, signed zeros and
+subnormal numbers come out as in NumPy.
 """
 
 from __future__ import annotations
