@@ -110,7 +110,7 @@ def create_block_mask(
     Parameters
     ----------
     mask_mod : function (b, h, i, j, aux) -> bool
-        True where query i may attend to key j; see fastattn.mods.
+        True where query i may attend to key j; see fastattn.mods. Its floats are float64 here.
     batch, heads : int or None
         None or 1: the mask is the same for all, and broadcasts. heads counts query heads.
     seqlen_q, seqlen_k : int

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from fastattn.cpu import compile
 from fastattn.cpu.job import aux_table
+from fastattn.modifier import aux_arrays, aux_types
+from fastattn.trace import trace
+
+needs_kernels = pytest.mark.skipif(
+    bool(compile.unavailable(("none",))), reason="no compiled kernels here"
+)
+
+
+def traced(function, argument, aux):
+    """Return (modifier, arrays)."""
+    arrays = aux_arrays(aux)
+    return trace(function, argument, aux_types(arrays)), arrays
 
 
 def builder(modifier, dtype):

@@ -24,7 +24,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("block", [(1, 1), (16, 64), (64, 16), (7, 13), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("block", [(16, 64), (64, 16), (7, 13), (1000, 1)], ids=str)
 @pytest.mark.parametrize("size", [(130, 130), (1, 130), (130, 1), (64, 128)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_kinds_are_those_of_the_dense_mask(name, size, block):
