@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -170,3 +173,12 @@ def test_aux_arrays(value, dtype):
 def test_aux_that_is_refused(aux, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         aux_arrays(aux)
+
+
+def test_modifiers_and_block_masks_need_no_compiler():
+    code = (
+        "import sys; from fastattn import block_mask, mods; "
+        "print(block_mask.create_block_mask(mods.causal, None, None, 64, 64)); "
+        "assert not {'numba', 'llvmlite', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONUTF8": "1"})
