@@ -14,7 +14,7 @@ from .trace import trace
 SKIPPED, PARTIAL, FULL = 0, 1, 2
 SIGNS = " ░█"  # of SKIPPED, PARTIAL, FULL
 # Pairs that a mask is evaluated on, so that the steps stay in the cache: 2**20 take twice as long.
-PAIRS_AT_ONCE = 1 << 16
+PIECE = 1 << 16
 PICTURE = (32, 64)  # rows and columns of the text picture at most
 
 
@@ -110,7 +110,7 @@ def create_block_mask(
     Parameters
     ----------
     mask_mod : function (b, h, i, j, aux) -> bool
-        True where query i may attend to key j; see fastattn.mods.
+        True where query i may attend to key j; see fastattn.mods. Its floats are float64 here.
     batch, heads : int or None
         None or 1: the mask is the same for all, and broadcasts. heads counts query heads.
     seqlen_q, seqlen_k : int
@@ -128,6 +128,8 @@ def create_block_mask(
     shape = (1 if batch is None else batch, 1 if heads is None else heads, seqlen_q, seqlen_k)
     for name, size in zip(("batch", "heads", "seqlen_q", "seqlen_k"), shape, strict=True):
         _check_size(name, size, 0)
+    if not isinstance(block, (tuple, list)) or len(block) != 2:
+        raise TypeError(f"block must be (block_m, block_n), got {block!r}")
     for name, size in zip(("block_m", "block_n"), block, strict=True):
         _check_size(name, size, 1)
     arrays = aux_arrays(aux)
@@ -167,9 +169,9 @@ def _kinds(
     heads = heads if modifier.uses("h") else min(heads, 1)
     m_blocks, n_blocks = -(-seqlen_q // block[0]), -(-seqlen_k // block[1])
     kinds = np.empty((batch, heads, m_blocks, n_blocks), np.uint8)
-    # Whole blocks, as many as fit into PAIRS_AT_ONCE: first along the keys, then the queries.
-    wide = min(max(PAIRS_AT_ONCE // (block[0] * block[1]), 1), max(n_blocks, 1))
-    high = max(PAIRS_AT_ONCE // (block[0] * block[1] * wide), 1)
+    # Whole blocks, as many as fit into PIECE: first along the keys, then the queries.
+    wide = min(max(PIECE // (block[0] * block[1]), 1), max(n_blocks, 1))
+    high = max(PIECE // (block[0] * block[1] * wide), 1)
     for b, h in np.ndindex(batch, heads):
         for m in range(0, m_blocks, high):
             i = np.arange(m * block[0], min((m + high) * block[0], seqlen_q))

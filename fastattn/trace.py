@@ -11,6 +11,7 @@ import inspect
 import linecache
 import numbers
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -41,6 +42,7 @@ VOCABULARY = (
 )
 COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
 MAX_POWER = 8
+PACKAGE = Path(__file__).parent
 
 
 def trace(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
@@ -60,12 +62,12 @@ def trace(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
     try:
         result = function(*inputs, arrays)
     except (TypeError, AttributeError) as error:
-        raise TypeError(_explain(function, argument, str(error), error)) from error
+        raise TypeError(_explain(argument, str(error), error)) from error
     except IndexError as error:
         reason = f"{error} (aux has length {len(aux)})"
-        raise ValueError(_explain(function, argument, reason, error)) from error
+        raise ValueError(_explain(argument, reason, error)) from error
     except ValueError as error:
-        raise ValueError(_explain(function, argument, str(error), error)) from error
+        raise ValueError(_explain(argument, str(error), error)) from error
     try:
         number = recorder.operand(result)
     except TypeError:
@@ -106,9 +108,9 @@ def _check_signature(function: Callable, argument: str) -> None:
         raise _signature_error(argument, f"{name}{signature}") from None
 
 
-def _explain(function: Callable, argument: str, reason: str, error: Exception) -> str:
+def _explain(argument: str, reason: str, error: Exception) -> str:
     """Return the message for an error inside a modifier: reason, the user's line, vocabulary."""
-    frame = _user_frame(function, error.__traceback__)
+    frame = _user_frame(error.__traceback__)
     place = ""
     if frame is not None:
         name, line = frame.tb_frame.f_code.co_filename, frame.tb_lineno
@@ -118,18 +120,18 @@ def _explain(function: Callable, argument: str, reason: str, error: Exception) -
     )
 
 
-def _user_frame(function: Callable, tb: TracebackType | None) -> TracebackType | None:
-    """Return the innermost frame in the modifier's own file; without one, in the modifier."""
-    code = getattr(function, "__code__", None)
-    first = found = None
+def _user_frame(tb: TracebackType | None) -> TracebackType | None:
+    """Return the innermost frame of the first file outside this package; without one, of mods."""
+    user = ready_made = None
     while tb is not None:
-        here = tb.tb_frame.f_code
-        if here.co_filename != __file__:
-            first = first or tb
-            if code is not None and here.co_filename == code.co_filename:
-                found = tb
+        name = tb.tb_frame.f_code.co_filename
+        if Path(name).parent != PACKAGE:
+            if user is None or name == user.tb_frame.f_code.co_filename:
+                user = tb
+        elif name != __file__:
+            ready_made = tb
         tb = tb.tb_next
-    return found or first
+    return user or ready_made
 
 
 def _needed(steps: list[tuple], result: int) -> tuple[tuple, ...]:
@@ -180,6 +182,8 @@ class _Recorder:
             if value._recorder is not self:
                 raise TypeError("a value of another modifier, or of an earlier call, is used")
             return value._number
+        if isinstance(value, np.ndarray) and value.ndim == 0:  # where() of constants makes them
+            value = value[()]
         if isinstance(value, (bool, np.bool_)):
             return self.step("const", "bool", str(bool(value)))
         if isinstance(value, numbers.Integral):

@@ -37,22 +37,27 @@ def same(value, number):
     return ir.Constant(value.type, number)
 
 
-def as_register(builder, value: Value, lanes: int):
-    """LLVM value: any Value as a register; integers of scalars and runs as 32 bits.
+def as_register(builder, value: Value, lanes: int, wide: bool = False):
+    """LLVM value: any Value as a register; integers with 32 bits, or 64 if wide.
 
     What does not fit becomes the nearest integer that does: comparisons with indices stay right.
     """
     if value.form == "register":
-        return value.ir
+        narrow = ir.VectorType(I32, lanes)
+        extend = wide and value.ir.type == narrow
+        return builder.sext(value.ir, ir.VectorType(I64, lanes)) if extend else value.ir
+    element = I64 if wide else I32
     if value.form == "scalar":
         scalar = value.ir
-        if scalar.type == I64:
+        if scalar.type == I64 and not wide:
             bounds = same(scalar, -INT32_MAX - 1), same(scalar, INT32_MAX)
             scalar = builder.trunc(_between(builder, scalar, *bounds), I32)
         return broadcast(builder, scalar, lanes)
-    bounds = same(value.ir, lanes - INT32_MAX), same(value.ir, INT32_MAX - lanes)
-    first = builder.trunc(_between(builder, value.ir, *bounds), I32)
-    steps = ir.Constant(ir.VectorType(I32, lanes), [value.step * n for n in range(lanes)])
+    first = value.ir
+    if not wide:
+        bounds = same(first, lanes - INT32_MAX), same(first, INT32_MAX - lanes)
+        first = builder.trunc(_between(builder, first, *bounds), I32)
+    steps = ir.Constant(ir.VectorType(element, lanes), [value.step * n for n in range(lanes)])
     return builder.add(broadcast(builder, first, lanes), steps)
 
 
@@ -120,11 +125,8 @@ class AuxReader:
         columns = []
         for index, size, stride in varying:
             lane = as_register(builder, index, self.lanes)
-            last = builder.sub(size, same(size, 1))
-            if lane.type.element == I32:
-                last = as_register(builder, Value("scalar", last), self.lanes)
-            else:
-                last = broadcast(builder, last, self.lanes)
+            last = Value("scalar", builder.sub(size, same(size, 1)))
+            last = as_register(builder, last, self.lanes, lane.type.element == I64)
             columns.append((_between(builder, lane, same(lane, 0), last), stride))
         value = ir.Constant(ir.VectorType(pointer.type.pointee, self.lanes), ir.Undefined)
         for n in range(self.lanes):

@@ -84,7 +84,7 @@ def _emit(builder, modifier: Modifier, dtype: str, lanes: int, args):
         else:
             value = emitter.apply(operation, kind, [values[n] for n in operands])
         values.append(value)
-    return emitter.register(values[-1]).ir
+    return as_register(builder, values[-1], lanes)
 
 
 class _Emitter:
@@ -108,19 +108,12 @@ class _Emitter:
     def vector(self, element) -> ir.VectorType:
         return ir.VectorType(element, self.lanes)
 
-    def register(self, value: Value) -> Value:
-        return Value("register", as_register(self.builder, value, self.lanes))
-
     def apply(self, operation: str, kind: str, operands: list[Value]) -> Value:
         """One operation of the vocabulary."""
         run = _run_arithmetic(self.builder, operation, operands) if kind == "int" else None
         if run is not None:
             return run
-        scalar = all(operand.form == "scalar" for operand in operands)
-        if not scalar or operation in ELEMENTARY:
-            operands = [self.register(operand) for operand in operands]
-        form = operands[0].form
-        values = self.one_width([operand.ir for operand in operands], operation == "mul")
+        form, values = self.uniform(operation, operands)
         if operation == "convert":
             return Value(form, self.convert(values[0], kind))
         if operation in ELEMENTARY:
@@ -129,13 +122,15 @@ class _Emitter:
             return Value(form, _compare(self.builder, SIGNS[operation], *values))
         return Value(form, EMIT[operation](self.builder, *values))
 
-    def one_width(self, values: list, widest: bool) -> list:
-        """Registers of integers extended to the wider of their widths, or to 64 bits."""
-        wide = self.vector(I64)
-        if not widest and all(value.type != wide for value in values):
-            return values
-        narrow = self.vector(I32)
-        return [self.builder.sext(v, wide) if v.type == narrow else v for v in values]
+    def uniform(self, operation: str, operands: list[Value]) -> tuple[str, list]:
+        """(form, LLVM values) of the operands: all scalars, or all registers, integers of one
+        width: 64 bits for a product, or if an operand has them; else 32.
+        """
+        if all(operand.form == "scalar" for operand in operands) and operation not in ELEMENTARY:
+            return "scalar", [operand.ir for operand in operands]
+        wide = operation == "mul" or any(o.ir.type == self.vector(I64) for o in operands)
+        values = [as_register(self.builder, o, self.lanes, wide) for o in operands]
+        return "register", values
 
     def convert(self, value, kind: str):
         """A value of another kind; truth counts as 1."""
