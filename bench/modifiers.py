@@ -29,8 +29,8 @@ def kernel_of(modifier: Modifier | None, dtype: str):
     """
 
     def build(unit):
-        from fastattn.cpu.modifiers import mask_mod, score_mod
         from fastattn.cpu.memory import address, at, pointer_to
+        from fastattn.cpu.modifiers import mask_mod, score_mod
         from fastattn.cpu.registers import ITEMSIZE, jit
         from fastattn.cpu.simd import operations
 

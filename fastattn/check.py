@@ -94,7 +94,7 @@ def check(
         mask = None if mask is None else mask[..., start:stop]
         bias = None if bias is None else bias[..., start:stop]
     problem, alibi, sinks = _problem_of(
-        (q, v, mask, bias, ranges),
+        (q, v, ranges),
         (tuple(lead), seqlen_q, stop - start, offset),
         flag(names.causal, causal),
         **numbers,
@@ -143,7 +143,7 @@ def check_packed(
     ranges = packed_lengths_of(lengths_q, lengths_k, align, kv_len, kv_start)
     seqlen_q, seqlen_k = int(lengths_q.max(initial=0)), int(lengths_k.max(initial=0))
     problem, alibi, sinks = _problem_of(
-        (q, v, None, None, ranges),
+        (q, v, ranges),
         (lengths_q.shape, seqlen_q, seqlen_k, seqlen_k - seqlen_q),
         flag("causal", causal),
         **numbers,
@@ -167,7 +167,7 @@ def check_backend(backend: Any) -> None:
 
 
 def _problem_of(
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None],
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray | None],
     spans: tuple[tuple[int, ...], int, int, int],
     causal: bool,
     *,
@@ -180,8 +180,8 @@ def _problem_of(
     dropout_p: Any = 0.0,
     dropout_seed: Any = None,
 ) -> tuple[Problem, np.ndarray | None, np.ndarray | None]:
-    """Return (problem, alibi, sinks) of (q, v, mask, bias, ranges) and (lead, lengths, offset)."""
-    q, v, mask, bias, ranges = arrays
+    """Return (problem, alibi, sinks) of (q, v, ranges) and (lead, lengths, offset)."""
+    q, v, ranges = arrays
     lead, seqlen_q, seqlen_k, offset = spans
     heads_q, head_dim = q.shape[-3], q.shape[-1]
     storage = float_name(q.dtype)
@@ -199,24 +199,12 @@ def _problem_of(
         alibi = slopes_of(alibi, lead, heads_q, dtype)
     if sinks is not None:
         sinks = sinks_of(sinks, heads_q, dtype)
-    variant = (
-        dtype,
-        storage,
-        mask is not None,
-        "" if bias is None else float_name(bias.dtype),
-        softcap > 0,
-        alibi is not None,
-        sinks is not None,
-        dropout_p > 0,
-        ranges is not None,
-        chunk > 0,
-    )
     sizes = (prod(lead), heads_q, v.shape[-3], seqlen_q, seqlen_k, head_dim, v.shape[-1])
     numbers = (scale, offset, left, right, chunk, softcap, dropout_p, dropout_seed)
-    return _problem(variant, *sizes, *numbers), alibi, sinks
+    return _problem(dtype, storage, *sizes, *numbers), alibi, sinks
 
 
 @lru_cache(maxsize=1024)
-def _problem(variant: tuple[Any, ...], *fields: Any) -> Problem:
+def _problem(dtype: str, storage: str, *fields: Any) -> Problem:
     # Cached: making the two frozen records costs 2 µs, finding them again 0.4 µs.
-    return Problem(Variant(*variant), *fields)
+    return Problem(Variant(dtype, storage), *fields)

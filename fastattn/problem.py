@@ -14,18 +14,13 @@ import numpy as np
 class Variant:
     """What a compiled kernel is specialised for. Every field is a constant to it and part of its
     cache key.
+
+    All else (mask, bias, softcap, lengths, ...) reaches it as arguments: a branch on them costs
+    nothing there, and one kernel is compiled for each dtype, not one for each combination.
     """
 
     dtype: str  # of scores, sums and lse: "float32" or "float64"
     storage: str  # of q, k, v and out in memory: dtype, or "float16", "bfloat16" for float32
-    has_mask: bool = False
-    bias_dtype: str = ""  # storage type of the bias, any of the four; "" without a bias
-    softcap: bool = False
-    alibi: bool = False
-    sinks: bool = False
-    dropout: bool = False
-    ranges: bool = False  # lengths and offset differ between batch entries: Operands.ranges
-    chunk: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,17 +34,6 @@ def backend(request):
     return request.param
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call():
-    """Skip what a backend says that it lacks; a wrong answer where it runs still fails."""
-    try:
-        return (yield)
-    except ImportError as error:
-        if "the compiled kernel has no" not in str(error):
-            raise
-        pytest.skip(str(error))
-
-
 def _why_not(backend):
     one = np.ones((1, 1), np.float32)
     try:

@@ -25,8 +25,8 @@ def builder(modifier, dtype):
     """Kernel builder; job is (scores, out, count, b, h, i, first j, aux table)."""
 
     def build(unit):
-        from fastattn.cpu.modifiers import mask_mod, score_mod
         from fastattn.cpu.memory import address, pointer_to
+        from fastattn.cpu.modifiers import mask_mod, score_mod
         from fastattn.cpu.registers import ITEMSIZE
         from fastattn.cpu.simd import operations
 

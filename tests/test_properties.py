@@ -75,31 +75,6 @@ def with_features(draw, case):
     )
 
 
-# What a backend may lack, and the value without it. A draw that a backend says it cannot run is cut
-# down until it can, so that the rest of it is tested.
-PLAIN = {
-    "dtype": "float32",
-    "bias_dtype": "float32",
-    "chunk": 0,
-    "softcap": None,
-    "alibi": "",
-    "sinks": False,
-    "lengths": "",
-    "dropout_p": 0.0,
-}
-
-
-def limited(case, backend, seed):
-    """Return the case, without those features that `backend` lacks."""
-    for name, value in PLAIN.items():
-        try:
-            fastattn.explain(*case.arrays(seed), **case.flags(seed), backend=backend)
-            break
-        except ImportError:
-            case = replace(case, **{name: value})
-    return case
-
-
 def laid_out(a, layout):
     """Return `a` with other strides or bytes; the values are the same."""
     match layout:
@@ -117,7 +92,6 @@ def laid_out(a, layout):
 
 
 def assert_agrees_with_the_oracle(backend, case, layouts, seed):
-    case = limited(case, backend, seed)
     arrays, flags = case.arrays(seed), case.flags(seed)
     q, k, v = map(laid_out, arrays, layouts)
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, arrays[0].dtype)

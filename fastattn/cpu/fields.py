@@ -10,7 +10,7 @@ from .job import FLOATS, OFFSET
 from .memory import pointer_to
 from .registers import FLOAT, I64, jit
 
-# A work item's own numbers: int64s at the start of its thread's scratch.
+# A work item's own numbers, ITEM_SIZE int64s at the start of its thread's scratch.
 BATCH = 0
 HEAD = 1  # key head
 ROW = 2  # first row; row = query * group + head in group
@@ -20,7 +20,6 @@ KEYS = 5  # keys of this batch entry
 FIRST_KEY = 6  # where they start in k and v
 FIRST_BIAS = 7  # where they start in mask and bias
 FIRST_QUERY = 8  # where the queries start in q, out and lse
-ITEM_SIZE = 16  # two cache lines
 
 INTEGERS = pointer_to("int64")
 

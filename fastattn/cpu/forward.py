@@ -28,7 +28,6 @@ from .fields import (
     FIRST_QUERY,
     HEAD,
     INTEGERS,
-    ITEM_SIZE,
     KEYS,
     OFFSET_IN_KEYS,
     ROW,
@@ -38,7 +37,8 @@ from .fields import (
     low_key,
     next_row,
 )
-from .masking import changes_scores, hides_any, mask_block, scores_block
+from .job import ITEM_SIZE
+from .masking import mask_block, scores_block
 from .memory import address, at, fetch_add, pointer_to
 from .microkernel import pack_k, pack_v, tile_shape
 from .random import row_key
@@ -59,7 +59,7 @@ def softmax_block(variant: Variant, unit: VectorUnit):
     update, drop = row_update(dtype, lanes), drop_row(dtype, lanes)
     add_output = products.output_block(dtype, unit)
     add_carefully = products.careful_product(dtype, unit)
-    scaled, scalar, dropout = changes_scores(variant), getattr(np, dtype), variant.dropout
+    scalar = getattr(np, dtype)
 
     @jit
     def drop_rows(job, item, row, count, n_start, s, start, stop):
@@ -93,13 +93,15 @@ def softmax_block(variant: Variant, unit: VectorUnit):
         exclude,
     ):
         s_stride, acc_stride = field(job, "s_stride"), field(job, "acc_stride")
+        # Scores that are more than scaled products have been scaled already.
+        scaled = field(job, "changes_scores") != 0
         scale = scalar(1) if scaled else scalar(field(job, "scale_log2"))
         padded = (stop + lanes - 1) // lanes * lanes
         for m in range(count):
             state, total = at(row_max, m), at(row_sum, m)
             scores, out = at(s, m * s_stride), at(acc, m * acc_stride)
             update(scores, start, padded, scale, out, acc_stride, state, total, exclude)
-        if dropout:
+        if field(job, "dropout_keys") != 0:
             drop_rows(job, item, row, count, n_start, s, start, padded)
         p, begin, end = at(s, first), start - first, stop - first
         if exclude:
@@ -125,10 +127,9 @@ def key_block(variant: Variant, unit: VectorUnit):
     pack_keys, pack_values = pack_k(dtype, unit, storage), pack_v(dtype, unit, storage)
     score_packed = products.score_block(dtype, unit)
     score_few = products.few_scores(dtype, unit, storage)
-    change, apply_mask = scores_block(variant, unit), mask_block(variant, unit)
+    change, apply_mask = scores_block(dtype, lanes), mask_block(dtype, lanes)
     fold = softmax_block(variant, unit)
-    stored, changes, hides = pointer_to(storage), changes_scores(variant), hides_any(variant)
-    real, as_stored = pointer_to(dtype), storage == dtype
+    stored, real, as_stored = pointer_to(storage), pointer_to(dtype), storage == dtype
     few_rows = products.FEW_ROWS
 
     @jit
@@ -138,6 +139,8 @@ def key_block(variant: Variant, unit: VectorUnit):
         acc_stride, block_n = field(job, "acc_stride"), field(job, "block_n")
         group, row, count = field(job, "group"), item[ROW], item[COUNT]
         spare = at(s, mc * s_stride)
+        # Whether a key may be hidden anywhere, and not only at the edges of the window.
+        hides = field(job, "mask") != 0 or field(job, "bias") != 0
         # Keys that some row sees, and whether all rows see all of them.
         width = min(item[KEYS] - n_start, block_n)
         top = row // group + item[OFFSET_IN_KEYS]
@@ -190,7 +193,7 @@ def key_block(variant: Variant, unit: VectorUnit):
                 score_few(q, here, head_dim, k, k_row, keys, to, s_stride, v, v_row, ahead, spare)
             else:
                 score_packed(q, here, head_dim, panels, start, padded, s, s_stride)
-            if changes:
+            if field(job, "changes_scores") != 0:
                 change(job, item, row + m, here, n_start, start, padded, s, spare)
             # Columns that every row sees need no mask: only those around them are masked.
             full_start = max(low_key(job, bottom) - n_start, start)

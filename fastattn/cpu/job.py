@@ -40,6 +40,8 @@ FIELDS = (
     "split_n",
     "num_splits",
     "num_items",
+    "changes_scores",  # 1 if a bias, softcap or ALiBi is to be applied to scores, else 0
+    "bias_kind",  # how the bias is stored: see BIAS_KINDS
     "counter",  # address of the int64 from which threads draw work items
     "lse",  # address of (*lse.shape, 2): base-2 reference and sum of each row, or 0
     "lse_batch",  # its strides, in rows
@@ -54,6 +56,9 @@ FIELDS = (
     *(operand + part for operand in OPERANDS for part in PARTS),
 )
 FLOATS = ("scale_log2", "q_sign", "softcap", "dropout_factor")
+ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
+# How a bias is stored, by bias_kind; 0 is no bias.
+BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
 OFFSET = {name: 8 * index for index, name in enumerate(FIELDS)}  # bytes
 _PACKER = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in FIELDS))
 _Buffer = ctypes.c_char * _PACKER.size

@@ -109,7 +109,7 @@ def write_rows(variant: Variant, lanes: int):
     simd = operations(dtype, lanes)
     load, store, element = simd.load, simd.storer(storage), element_storer(storage, dtype)
     scalar, real, stored = getattr(np, dtype), pointer_to(dtype), pointer_to(storage)
-    sink, has_sinks, dropout = add_sink(dtype, lanes), variant.sinks, variant.dropout
+    sink = add_sink(dtype, lanes)
 
     @jit
     def run(job, item, row, count, acc, row_max, row_sum):
@@ -123,7 +123,7 @@ def write_rows(variant: Variant, lanes: int):
         for m in range(count):
             h = item[HEAD] * group + r
             of = at(acc, m * acc_stride)
-            if has_sinks:
+            if field(job, "sinks") != 0:
                 score = real(field(job, "sinks"))[h]
                 sink(score, of, at(row_max, m), at(row_sum, m), acc_stride)
             # Exactly 0: a row that saw nothing, whose acc is 0. A NaN is not swallowed.
@@ -131,7 +131,7 @@ def write_rows(variant: Variant, lanes: int):
             divisor = scalar(1) if total == scalar(0) else total
             place = base + h * field(job, "out_head") + i * field(job, "out_row")
             out = at(stored(field(job, "out")), place)
-            factor = scalar(field(job, "dropout_factor")) if dropout else scalar(1)
+            factor = scalar(field(job, "dropout_factor"))
             for d in range(0, whole, lanes):
                 store(out, d, load(of, d) / divisor * factor)
             for d in range(whole, head_dim_v):

@@ -14,12 +14,11 @@ from .. import dropout
 from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
 from . import compile, threads
-from .job import PARTS, pack
+from .job import BIAS_KINDS, ITEM_SIZE, PARTS, pack
 
 LOG2_E = 1.4426950408889634  # 1 / ln 2
 LN_2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side of None: past any key
-ITEM_SIZE = 16  # int64s: fields.ITEM_SIZE, whose module needs Numba
 SPARE_REGISTERS = 5  # products.few_scores() and masking.mask_row() use them
 LINE = 64  # bytes of a cache line
 SCRATCH_KEPT = (
@@ -146,6 +145,7 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     if operands.starts is not None:
         _forget_batches(layouts)
     others = (
+        *_score_fields(problem, operands),
         addressof(counter),
         *_state_fields(operands, state),
         _address(partial),
@@ -163,11 +163,17 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
 
 
 def _write_lse(operands: Operands, state: np.ndarray) -> None:
-    """Turn the rows' references and sums into lse, but for rows past q_len, which api has written."""
+    """Turn references and sums into lse, but for rows past q_len, which api has written."""
     written: Any = True if operands.ranges is None else state[..., 1] != _UNTOUCHED
     # log(0) of a row that saw nothing is -inf, as it should be.
     with np.errstate(divide="ignore", invalid="ignore"):
         np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=operands.lse, where=written)
+
+
+def _score_fields(problem: Problem, operands: Operands) -> tuple[int, int]:
+    """The job's changes_scores and bias_kind."""
+    kind = 0 if operands.bias is None else BIAS_KINDS.index(operands.bias.dtype.name)
+    return int(kind > 0 or problem.softcap > 0 or operands.alibi is not None), kind
 
 
 def _forget_batches(layouts: list[int]) -> None:
@@ -188,7 +194,7 @@ def _state_fields(operands: Operands, state: np.ndarray | None) -> tuple[int, in
 def _extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tuple[int, ...]:
     """The job's alibi, sinks, ranges, starts and dropout_keys; the arrays go to `kept`."""
     keys = None
-    if problem.variant.dropout:
+    if problem.dropout_p:
         keys = dropout.head_keys(problem.dropout_seed, problem.batch, problem.heads_q)
     arrays = (operands.alibi, operands.sinks, operands.ranges, operands.starts, keys)
     if all(array is None for array in arrays):
