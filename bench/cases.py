@@ -48,11 +48,7 @@ class Case:
     def problem(self) -> Problem:
         """The same workload as fastattn's own record, which counts its work."""
         return Problem(
-            variant=Variant(
-                dtype=self.dtype,
-                has_mask=self.masking in ("padding", "mask"),
-                bias_dtype=self.dtype if self.masking == "bias" else "",
-            ),
+            variant=Variant(dtype=self.dtype, storage=self.dtype),
             batch=self.batch,
             heads_q=self.heads_q,
             heads_kv=self.heads_kv,

@@ -25,7 +25,7 @@ def _peak_loop(dtype: str, lanes: int):
     from numba.core import types
     from numba.extending import intrinsic
 
-    from fastattn.cpu.simd import FLOAT, I64, call, load_vector, store_vector
+    from fastattn.cpu.registers import FLOAT, I64, call, load_vector, store_vector
 
     vector = ir.VectorType(FLOAT[dtype], lanes)
 
@@ -63,7 +63,8 @@ def _peak_kernel(dtype: str):
     """Kernel builder: `quota` rounds of the peak loop."""
 
     def build(unit):
-        from fastattn.cpu.simd import ITEMSIZE, address, pointer_to
+        from fastattn.cpu.memory import address, pointer_to
+        from fastattn.cpu.registers import ITEMSIZE
 
         loop, real = _peak_loop(dtype, unit.lanes(ITEMSIZE[dtype])), pointer_to(dtype)
 
@@ -98,7 +99,9 @@ def multiply_add_peak(dtype: str = "float32", seconds: float = 0.05) -> float:
 
 def _read_kernel(unit):
     """Kernel: draw chunks from a counter and add them up; job is (array, counter, chunks, sums)."""
-    from fastattn.cpu.simd import address, at, fetch_add, jit, operations, pointer_to
+    from fastattn.cpu.memory import address, at, fetch_add, pointer_to
+    from fastattn.cpu.registers import jit
+    from fastattn.cpu.simd import operations
 
     simd = operations("float32", unit.lanes(4))
     load, store, lanes = simd.load, simd.store, simd.lanes

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from .api import attention, explain, scaled_dot_product_attention
+from .api import attention, attention_varlen, dropout_mask, explain, merge
 from .cpu.threads import get_num_threads, num_threads, set_num_threads
+from .sdpa import scaled_dot_product_attention
+from .weights import attention_key_sums, attention_weights
 
 __all__ = [
     "__version__",
     "attention",
+    "attention_key_sums",
+    "attention_varlen",
+    "attention_weights",
+    "dropout_mask",
     "explain",
     "get_num_threads",
+    "merge",
     "num_threads",
     "scaled_dot_product_attention",
     "set_num_threads",

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .check import Names, check, check_backend, plain
+from . import dropout
+from .arguments import dropout_of
+from .arrays import same_arrays
+from .check import check, check_backend, check_packed
 from .plan import plan
 from .problem import Operands, Plan, Problem
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
-
-TORCH_NAMES = Names("query", "key", "value", "attn_mask", "attn_mask", "is_causal")
 
 
 def attention(
@@ -25,10 +27,19 @@ def attention(
     *,
     scale: float | None = None,
     causal: bool = False,
-    align: str | int = "bottom_right",
+    align: str | ArrayLike = "bottom_right",
     window: tuple[int | None, int | None] = (None, None),
+    chunk: int = 0,
+    softcap: float | None = None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    alibi: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    q_len: ArrayLike | None = None,
+    kv_len: ArrayLike | None = None,
+    kv_start: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     return_lse: bool = False,
     out: np.ndarray | None = None,
     backend: str = "auto",
@@ -37,22 +48,39 @@ def attention(
 
     Parameters
     ----------
-    q : (..., heads_q, seqlen_q, head_dim) float32 or float64
+    q : (..., heads_q, seqlen_q, head_dim) float16, bfloat16, float32 or float64
         Rank 2 and up; (seqlen_q, head_dim) is one head. Any strides and byte order; never written.
     k, v : (..., heads_kv, seqlen_k, head_dim) and (..., heads_kv, seqlen_k, head_dim_v), dtype of q
         heads_kv must divide heads_q; query head h reads key head h // (heads_q // heads_kv).
-        Axes before the heads broadcast, as do missing ones.
+        Axes before the heads broadcast, as do missing ones: they are the batch.
     scale : finite float, applied before the maximum. Default head_dim ** -0.5.
     causal : bool
         Row i sees keys j <= i + offset: the same as window=(left, 0).
-    align : "bottom_right", "top_left" or int
+    align : "bottom_right", "top_left", int, or ints that broadcast to the batch
         Query row i stands at key position i + offset: seqlen_k - seqlen_q, 0, or the int given.
         PyTorch's is_causal is "top_left".
     window : (left, right), ints >= 0 or None for no limit
         Row i sees keys i + offset - left <= j <= i + offset + right.
-    bias : float16, float32 or float64, broadcastable to (..., heads_q, seqlen_q, seqlen_k)
-        Added to the scaled scores; -inf hides a key.
+    chunk : int >= 0
+        Row i sees keys with j // chunk == (i + offset) // chunk, rounded down. 0 is off.
+    softcap : float
+        Scaled scores s become softcap * tanh(s / softcap). None or <= 0 is off.
+    bias : float, broadcastable to (..., heads_q, seqlen_q, seqlen_k)
+        Added to the scores after softcap; -inf hides a key.
     mask : bool, broadcastable likewise. True = may attend.
+    alibi : (heads_q,) or (..., heads_q) float
+        Slopes: slope * abs(i + offset - j) is taken from the scores.
+    sinks : (heads_q,) float
+        One more score for every row of a head, neither scaled nor capped, that has no value: part
+        of the maximum, of the sum and of lse.
+    q_len, kv_len, kv_start : int, or ints that broadcast to the batch
+        A batch entry has query rows i < q_len and keys from kv_start to kv_len, not included;
+        others are never read. In all of the above, seqlen_q and seqlen_k are then their numbers and
+        j counts from kv_start; only mask and bias keep the index of the array.
+    dropout_p : float from 0 to 1
+        Probabilities are dropped with this chance, the others divided by 1 - dropout_p; lse stays.
+    dropout_seed : int from 0 to 2**63 - 1. Default: from the operating system, anew in every call.
+        dropout_mask() shows what a seed keeps.
     return_lse : bool
     out : array of the shape and dtype of the result, written in place; may not overlap an input.
     backend : "auto", "numpy" or "cpu". Only "auto" falls back; explain() says to what, and why.
@@ -60,9 +88,11 @@ def attention(
     Returns
     -------
     out : (..., heads_q, seqlen_q, head_dim_v), dtype of q, C-contiguous unless given.
-        A row that sees no key is 0. A hidden key contributes nothing, even if it holds NaN or inf.
-    lse : (..., heads_q, seqlen_q), dtype of q. Only if return_lse.
-        Natural log of the sum of exp(score) over the keys that a row sees; -inf if there are none.
+        A row that sees no key is 0, and so is one past q_len. A hidden key contributes nothing,
+        even if it holds NaN or inf.
+    lse : (..., heads_q, seqlen_q), float64 for float64, else float32. Only if return_lse.
+        Natural log of the sum of exp(score) over the sink and the keys that a row sees; -inf if
+        there are none.
 
     Raises
     ------
@@ -72,8 +102,8 @@ def attention(
 
     Notes
     -----
-    Sums in the dtype of q. Memory beyond the output is O(block_m * block_n) per thread, never
-    O(seqlen_q * seqlen_k).
+    Sums in the dtype of lse; out is rounded once. Memory beyond the output is O(block_m * block_n)
+    per thread, never O(seqlen_q * seqlen_k).
 
     References
     ----------
@@ -88,12 +118,21 @@ def attention(
         causal=causal,
         align=align,
         window=window,
+        chunk=chunk,
+        softcap=softcap,
         bias=bias,
         mask=mask,
+        alibi=alibi,
+        sinks=sinks,
+        q_len=q_len,
+        kv_len=kv_len,
+        kv_start=kv_start,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
         return_lse=return_lse,
         out=out,
     )
-    _run(problem, operands, backend)
+    run(problem, operands, backend)
     result, lse = operands.out, operands.lse
     if result.ndim == 3 and np.ndim(q) == np.ndim(k) == np.ndim(v) == 2:
         result, lse = result[0], None if lse is None else lse[0]
@@ -102,114 +141,176 @@ def attention(
     return (result, lse) if return_lse else result
 
 
-def explain(
+def attention_varlen(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
     *,
     scale: float | None = None,
     causal: bool = False,
-    align: str | int = "bottom_right",
+    align: str | ArrayLike = "bottom_right",
     window: tuple[int | None, int | None] = (None, None),
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    chunk: int = 0,
+    softcap: float | None = None,
+    alibi: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    kv_len: ArrayLike | None = None,
+    kv_start: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     return_lse: bool = False,
     out: np.ndarray | None = None,
     backend: str = "auto",
+) -> Any:
+    """Return attention() of each member of a batch whose tokens are packed one after another.
+
+    Parameters
+    ----------
+    q : (tokens_q, heads_q, head_dim)
+    k, v : (tokens_k, heads_kv, head_dim) and (tokens_k, heads_kv, head_dim_v), dtype of q
+    cu_seqlens_q, cu_seqlens_k : (batch + 1,) ints
+        Member b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and so for k and v. From 0 to
+        the number of tokens; members may be empty.
+    others : as in attention(), where the batch is that of the members
+
+    Returns
+    -------
+    out : (tokens_q, heads_q, head_dim_v), dtype of q, C-contiguous unless given
+    lse : (heads_q, tokens_q), float64 for float64, else float32. Only if return_lse.
+
+    Raises
+    ------
+    As attention().
+    """
+    check_backend(backend)
+    problem, operands = check_packed(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        scale=scale,
+        causal=causal,
+        align=align,
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        alibi=alibi,
+        sinks=sinks,
+        kv_len=kv_len,
+        kv_start=kv_start,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        return_lse=return_lse,
+        out=out,
+    )
+    run(problem, operands, backend)
+    result = operands.out[0].swapaxes(0, 1) if out is None else out
+    return result if operands.lse is None else (result, operands.lse[0])
+
+
+def explain(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, backend: str = "auto", **arguments: Any
 ) -> Plan:
     """Return how attention() would run these arguments, and why. Print it.
 
     Parameters and errors are those of attention(). Nothing is computed and `out` is not written.
     """
     check_backend(backend)
-    problem, _ = check(
-        q,
-        k,
-        v,
-        scale=scale,
-        causal=causal,
-        align=align,
-        window=window,
-        bias=bias,
-        mask=mask,
-        return_lse=return_lse,
-        out=out,
-    )
+    problem, _ = check(q, k, v, **arguments)
     return plan(problem, backend)
 
 
-def scaled_dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    attn_mask: ArrayLike | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> np.ndarray:
-    """Return what torch.nn.functional.scaled_dot_product_attention returns, for NumPy arrays.
+def merge(
+    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (out, lse) over two disjoint sets of keys, from the results over each.
 
     Parameters
     ----------
-    query : (..., heads_q, seqlen_q, head_dim) float32 or float64, rank 2 and up
-    key, value : (..., heads_kv, seqlen_k, head_dim) and (..., heads_kv, seqlen_k, head_dim_v)
-        dtype of query. Leading axes broadcast, and so do heads of 1.
-    attn_mask : bool, True = may attend; or float32 or the dtype of query, added to the scores
-        Broadcastable to (..., heads_q, seqlen_q, seqlen_k). Not together with is_causal.
-    dropout_p : 0.0
-        A probability; other values than 0 are not implemented.
-    is_causal : bool
-        Row i sees keys j <= i: **top-left** alignment, unlike attention(causal=True).
-    scale : finite float. Default head_dim ** -0.5.
-    enable_gqa : bool
-        Let heads_kv divide heads_q; without it they must be equal, or 1.
+    out_a, out_b : (..., seqlen_q, head_dim_v), of one dtype
+    lse_a, lse_b : (..., seqlen_q), of one dtype, as attention(return_lse=True) gives them.
+        Of attention_varlen(), pass lse.T. Sinks may be in one of the two only.
 
     Returns
     -------
-    out : (..., heads_q, seqlen_q, head_dim_v), dtype of query, C-contiguous
+    out, lse : shapes and dtypes of out_a and lse_a. An empty part (lse -inf) changes nothing.
 
     Raises
     ------
-    ValueError           shapes or values that do not fit together
-    TypeError            dtypes that differ or are not supported
-    NotImplementedError  dropout_p > 0
+    ValueError, TypeError   shapes and dtypes that do not fit together
 
     Notes
     -----
-    NaN and infinity in a masked key do not reach the result, which in PyTorch they do.
+    lse = log(exp(lse_a) + exp(lse_b)), out = sum of out_x * exp(lse_x - lse).
     """
-    _check_dropout(dropout_p)
-    query, key, value = map(plain, TORCH_NAMES[:3], (query, key, value))
-    mask, bias = _mask_or_bias(attn_mask, is_causal, query)
-    if not enable_gqa:
-        query, key, value = _broadcast_heads(query, key, value)
-    problem, operands = check(
-        query,
-        key,
-        value,
-        scale=scale,
-        causal=is_causal,
-        align="top_left",
-        bias=bias,
-        mask=mask,
-        names=TORCH_NAMES,
-    )
-    _run(problem, operands, "auto")
-    is_one_head = query.ndim == key.ndim == value.ndim == 2
-    return operands.out[0] if is_one_head else operands.out
+    outs = same_arrays(("out_a", "out_b"), (out_a, out_b))
+    lses = same_arrays(("lse_a", "lse_b"), (lse_a, lse_b))
+    if lses[0].shape != outs[0].shape[:-1]:
+        rule = "lse_a must have the shape of out_a without its last axis"
+        raise ValueError(f"{rule}, got {lses[0].shape} and {outs[0].shape}")
+    with np.errstate(all="ignore"):
+        lse = np.logaddexp(*lses)
+        out = np.zeros(outs[0].shape, lse.dtype)
+        for part, part_lse in zip(outs, lses, strict=True):
+            weight = np.exp(part_lse - lse)
+            # -inf - -inf is NaN, and an empty part may hold anything.
+            out += np.where((part_lse == -np.inf)[..., None], 0, part * weight[..., None])
+    return out.astype(outs[0].dtype), lse
 
 
-def _run(problem: Problem, operands: Operands, backend: str) -> None:
-    """Plan and run; a call without scores is answered here, so that backends always have some."""
+def dropout_mask(
+    shape: tuple[int, ...], *, dropout_p: float, dropout_seed: int | None = None
+) -> np.ndarray:
+    """Return which probabilities attention() keeps, as bool of `shape`.
+
+    Parameters
+    ----------
+    shape : (..., heads_q, seqlen_q, seqlen_k), rank 2 and up, as the scores
+    dropout_p, dropout_seed : as in attention()
+
+    Notes
+    -----
+    An element depends on the seed and on its index in the batch (leading axes in C order), head,
+    row and key, counted from kv_start, not on `shape`.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"shape must have two axes or more, got {shape}")
+    *lead, seqlen_q, seqlen_k = shape
+    heads = lead.pop() if lead else 1
+    p, seed = dropout_of(dropout_p, dropout_seed)
+    head_keys = dropout.head_keys(seed, prod(lead), heads)
+    row_keys = dropout.chained(head_keys[..., None], np.arange(seqlen_q))
+    keep = dropout.kept(row_keys, np.arange(seqlen_k), p) & (p < 1)
+    return keep.reshape(shape)
+
+
+def run(problem: Problem, operands: Operands, backend: str) -> None:
+    """Plan and run; rows that exist for no backend and calls without scores are answered here."""
     chosen = plan(problem, backend)
-    if problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k:
-        _launcher(chosen.backend)(chosen, problem, operands)
+    if not problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k:
+        _write_empty(operands)
         return
-    operands.out[...] = 0
+    if operands.ranges is not None and operands.starts is None:
+        _write_missing_rows(operands, operands.ranges)
+    _launcher(chosen.backend)(chosen, problem, operands)
+
+
+def _write_empty(operands: Operands, at: tuple[Any, ...] = (), rows: slice = slice(None)) -> None:
+    """Write what a row that sees no key gets, to `rows` of the batch entry `at`, or to all."""
+    operands.out[at][..., rows, :] = 0
     if operands.lse is not None:
-        operands.lse[...] = -np.inf
+        sinks = operands.sinks
+        operands.lse[at][..., rows] = -np.inf if sinks is None else sinks[:, None]
+
+
+def _write_missing_rows(operands: Operands, ranges: np.ndarray) -> None:
+    lead, seqlen_q = operands.q.shape[:-3], operands.q.shape[-2]
+    for b in np.flatnonzero(ranges[:, 0] < seqlen_q):
+        at = np.unravel_index(b, lead)
+        _write_empty(operands, at, slice(int(ranges[b, 0]), None))
 
 
 @cache
@@ -220,51 +321,3 @@ def _launcher(backend: str) -> Callable[[Plan, Problem, Operands], None]:
     else:
         from .reference import run
     return run
-
-
-# --- PyTorch's rules ----------------------------------------------------------------------------
-
-
-def _check_dropout(dropout_p: float) -> None:
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
-    if dropout_p:
-        raise NotImplementedError(
-            f"dropout_p must be 0, got {dropout_p}: dropout is not implemented"
-        )
-
-
-def _mask_or_bias(
-    attn_mask: Any, is_causal: bool, query: np.ndarray
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return attn_mask as (mask, bias), one of them None."""
-    if attn_mask is None:
-        return None, None
-    if is_causal:
-        raise ValueError("attn_mask must be None if is_causal is True, got both")
-    attn_mask = plain(TORCH_NAMES.mask, attn_mask)
-    if attn_mask.dtype.char == "?":
-        return attn_mask, None
-    if attn_mask.dtype.char not in ("f", query.dtype.char):
-        rule = "attn_mask must be bool, float32 or of the dtype of query"
-        raise TypeError(f"{rule} ({query.dtype}), got {attn_mask.dtype}")
-    return None, attn_mask
-
-
-def _broadcast_heads(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return views with the same heads, or key and value with one; rank 2 counts as one head."""
-    heads_q, heads_k, heads_v = (a.shape[-3] if a.ndim > 2 else 1 for a in (query, key, value))
-    is_rank_1 = min(query.ndim, key.ndim, value.ndim) < 2  # check() refuses it
-    if is_rank_1 or heads_q == heads_k == heads_v or heads_k == heads_v == 1:
-        return query, key, value
-    counts = {heads_q, heads_k, heads_v} - {1}
-    if len(counts) > 1:
-        rule = "query, key and value must have the same heads, or 1, unless enable_gqa is True"
-        raise ValueError(f"{rule}, got {heads_q}, {heads_k} and {heads_v}")
-    heads = counts.pop()
-    query, key, value = (
-        np.broadcast_to(a, (*a.shape[:-3], heads, *a.shape[-2:])) for a in (query, key, value)
-    )
-    return query, key, value

@@ -14,13 +14,13 @@ import numpy as np
 class Variant:
     """What a compiled kernel is specialised for. Every field is a constant to it and part of its
     cache key.
+
+    All else (mask, bias, softcap, lengths, ...) reaches it as arguments: a branch on them costs
+    nothing there, and one kernel is compiled for each dtype, not one for each combination.
     """
 
-    dtype: str  # of q, k, v and out: "float32" or "float64"; sums are in the same type
-    has_mask: bool = False
-    bias_dtype: str = (
-        ""  # storage type of the bias: "float16", "float32", "float64"; "" without a bias
-    )
+    dtype: str  # of scores, sums and lse: "float32" or "float64"
+    storage: str  # of q, k, v and out in memory: dtype, or "float16", "bfloat16" for float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +36,39 @@ class Problem:
     head_dim: int
     head_dim_v: int
     scale: float  # finite; multiplies q·k before the maximum is taken
-    offset: int  # query row i stands at key position i + offset
+    # Query row i stands at key position i + offset. With ranges, this, seqlen_q and seqlen_k are
+    # those of a batch entry of full length, for estimates only.
+    offset: int
     left: int | None  # row i sees keys j >= i + offset - left; None = unlimited
     right: int | None  # row i sees keys j <= i + offset + right; causal is 0; None = unlimited
+    chunk: int = 0  # rows see keys whose j // chunk is (i + offset) // chunk; 0 = all
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 = off
+    dropout_p: float = 0.0  # the share of probabilities that dropout takes; 0 = off
+    dropout_seed: int = 0  # from 0 to 2**63 - 1
 
     @property
     def group(self) -> int:
         """Query heads per key head."""
         return self.heads_q // self.heads_kv if self.heads_kv else 0
 
+    def key_range(self, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keys (start, stop) that window and chunk let query rows i see; none if start >= stop."""
+        position = i + self.offset
+        start, stop = np.zeros_like(position), np.full_like(position, self.seqlen_k)
+        if self.left is not None:
+            start = np.maximum(start, position - self.left)
+        if self.right is not None:
+            stop = np.minimum(stop, position + self.right + 1)
+        if self.chunk:
+            first = position // self.chunk * self.chunk  # rounded down, also below 0
+            start, stop = np.maximum(start, first), np.minimum(stop, first + self.chunk)
+        return start, stop
+
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head that the window allows, mask and bias aside."""
-        i = np.arange(self.seqlen_q, dtype=np.int64) + self.offset
-        start = 0 if self.left is None else np.clip(i - self.left, 0, self.seqlen_k)
-        stop = (
-            self.seqlen_k if self.right is None else np.clip(i + self.right + 1, 0, self.seqlen_k)
-        )
-        return int(np.sum(np.broadcast_to(np.maximum(stop - start, 0), i.shape)))
+        """(query, key) pairs of one head that window and chunk allow, mask and bias aside."""
+        start, stop = self.key_range(np.arange(self.seqlen_q, dtype=np.int64))
+        return int(np.maximum(stop - start, 0).sum())
 
     @property
     def flop(self) -> int:
@@ -65,20 +80,31 @@ class Problem:
 class Operands(NamedTuple):
     """The arrays of one call as check() hands them to a backend: canonical views, nothing expanded.
 
-    All share the leading dimensions (stride 0 where broadcast), are native-endian and aligned, and
-    have strides that are multiples of their itemsize (of any sign, 0 included). Inputs may be read-
-    only.
+    q, k, v, mask, bias, out and lse share the leading dimensions (stride 0 where broadcast). All
+    are native-endian and aligned, and have strides that are multiples of their itemsize (of any
+    sign, 0 included). Inputs may be read-only.
+
+    Packed calls have `starts`, and the leading dimensions of q, k, v, out and lse are then (1,):
+    row i of batch entry b is row starts[b, 0] + i of q, out and lse, key j is row starts[b, 1] + j
+    of k and v. Rows at and past its q_len belong to others, and are not to be written.
     """
 
     q: np.ndarray  # (*lead, heads_q, seqlen_q, head_dim)
     k: np.ndarray  # (*lead, heads_kv, seqlen_k, head_dim)
     v: np.ndarray  # (*lead, heads_kv, seqlen_k, head_dim_v)
     mask: np.ndarray | None  # (*lead, heads_q, seqlen_q, seqlen_k) bool, True = may attend
-    bias: np.ndarray | None  # (*lead, heads_q, seqlen_q, seqlen_k) float, added after scale
+    bias: np.ndarray | None  # (*lead, heads_q, seqlen_q, seqlen_k) float, added after softcap
     out: np.ndarray  # (*lead, heads_q, seqlen_q, head_dim_v); written, every element
-    lse: (
-        np.ndarray | None
-    )  # (*lead, heads_q, seqlen_q) dtype of out, natural log; written if not None
+    # (*lead, heads_q, seqlen_q) Variant.dtype, natural log; written if not None
+    lse: np.ndarray | None
+    # (*lead, heads_q) Variant.dtype: slope * |i + offset - j| is taken from the scores
+    alibi: np.ndarray | None = None
+    sinks: np.ndarray | None = None  # (heads_q,) Variant.dtype: one more score that has no value
+    # (batch, 4) int64, C-contiguous: q_len, kv_start, kv_stop, offset of each batch entry. It has
+    # rows i < q_len, keys kv_start to kv_stop, which window, chunk, alibi and dropout count from
+    # kv_start, mask and bias from 0. api writes the rows past q_len.
+    ranges: np.ndarray | None = None
+    starts: np.ndarray | None = None  # (batch, 2) int64, C-contiguous: first rows in q and in k
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +128,7 @@ class Plan:
         sizes = (
             f"{problem.batch} x {problem.heads_q} heads over {problem.heads_kv}, "
             f"{problem.seqlen_q} queries x {problem.seqlen_k} keys, "
-            f"head_dim {problem.head_dim}/{problem.head_dim_v}, {problem.variant.dtype}"
+            f"head_dim {problem.head_dim}/{problem.head_dim_v}, {problem.variant.storage}"
         )
         pairs = f"{problem.flop / 1e9:.3g} Gflop over {problem.visible_pairs} visible pairs a head"
         blocks = f"block_m {self.block_m}, block_n {self.block_n}"

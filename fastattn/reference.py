@@ -1,11 +1,16 @@
 """The core in NumPy: the fallback, and the meaning of the words.
 
-For every query row i, with s = scale * q @ k.T + bias, and s = -inf where a key is hidden,
+For every query row i, with position p = i + offset and scores
 
-    out[i] = sum_j exp(s[i, j] - max_j s) * v[j] / sum_j exp(s[i, j] - max_j s)
+    s = scale * q @ k.T;  s = softcap * tanh(s / softcap);  s += bias - slope * |p - j|
+
+and s = -inf where a key is hidden, and with the sink, if there is one, as one more score,
+
+    out[i] = sum_j D[i, j] * exp(s[i, j] - max_j s) * v[j] / sum_j exp(s[i, j] - max_j s)
     lse[i] = max_j s + log(sum_j exp(s[i, j] - max_j s))
 
-in blocks of queries and keys: O(block_m * block_n) memory, key blocks outside the window skipped.
+where D is 1, or 0 and 1 / (1 - p) under dropout. In blocks of queries and keys: O(block_m *
+block_n) memory, key blocks outside window and chunk skipped.
 
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 """
@@ -13,11 +18,13 @@ Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import dropout
 from .problem import Operands, Plan, Problem
 
 # Heads and batch entries share one batched product up to this size; more gains nothing, as the
@@ -28,41 +35,86 @@ BLOCK_BYTES = 2 << 20
 def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     """Write operands.out and, if it is there, operands.lse: every element, and nothing else.
 
-    Sums are in the dtype of q. Needs seqlen_k >= 1. Raises nothing and gives no NumPy warning:
-    infinities and NaNs go where the formula takes them.
+    Rows at and past q_len are not written. Raises nothing and gives no NumPy warning: infinities
+    and NaNs go where the formula takes them.
     """
-    block_n = min(plan.block_n, problem.seqlen_k)
     with np.errstate(all="ignore"):
-        for part in _parts(_grouped(problem, operands), _max_slots(plan, problem)):
-            for m_start in range(0, problem.seqlen_q, plan.block_m):
-                m_stop = min(m_start + plan.block_m, problem.seqlen_q)
-                _attend_rows(problem, part, m_start, m_stop, block_n)
+        for one, slots in members(problem, operands):
+            block_n = max(1, min(plan.block_n, one.seqlen_k))
+            for part in parts(slots, _max_slots(plan, one)):
+                for m_start in range(0, one.seqlen_q, plan.block_m):
+                    m_stop = min(m_start + plan.block_m, one.seqlen_q)
+                    _attend_rows(one, part, slice(m_start, m_stop), block_n)
 
 
 # --- which slots share a product: a slot is one query head of one batch entry ---------------------
 
 
-def _grouped(problem: Problem, operands: Operands) -> Operands:
+class Slots(NamedTuple):
+    """Views of what the slots need, all with the same slot axes in front."""
+
+    q: np.ndarray  # (*slots, seqlen_q, head_dim)
+    k: np.ndarray  # (*slots, seqlen_k, head_dim), the same for all of a group
+    v: np.ndarray  # (*slots, seqlen_k, head_dim_v)
+    mask: np.ndarray | None  # (*slots, seqlen_q, seqlen_k)
+    bias: np.ndarray | None
+    out: np.ndarray  # (*slots, seqlen_q, head_dim_v)
+    lse: np.ndarray | None  # (*slots, seqlen_q)
+    alibi: np.ndarray | None  # (*slots)
+    sinks: np.ndarray | None
+    dropout_keys: np.ndarray | None  # (*slots) uint64
+
+
+def members(problem: Problem, operands: Operands) -> Iterator[tuple[Problem, Slots]]:
+    """Yield problems without ranges, and their slots: the whole batch, or one of it at a time."""
+    packed = operands.starts is not None
+    lead = (problem.batch,) if packed else operands.q.shape[:-3]
+    slots = _grouped(problem, operands, lead)
+    if operands.ranges is None:
+        yield problem, slots
+        return
+    for b, (q_len, kv_start, kv_stop, offset) in enumerate(operands.ranges.tolist()):
+        first_q, first_k = (0, 0) if operands.starts is None else operands.starts[b].tolist()
+        rows = slice(first_q, first_q + q_len)
+        keys = slice(first_k + kv_start, first_k + kv_stop)
+        at = np.unravel_index(b, lead)
+        one = replace(problem, seqlen_q=q_len, seqlen_k=kv_stop - kv_start, offset=offset)
+        yield one, _member(slots, (0,) if packed else at, at, rows, keys)
+
+
+def _grouped(problem: Problem, operands: Operands, lead: tuple[int, ...]) -> Slots:
     """Return views with slot axes (*lead, heads_kv, group) in front; k, v repeat by stride 0."""
     heads = problem.heads_kv, problem.group
 
-    def split(a: np.ndarray, axis: int) -> np.ndarray:
+    def split(a: np.ndarray | None, axis: int) -> np.ndarray | None:
+        if a is None:
+            return None
         axis += a.ndim
         return a.reshape(a.shape[:axis] + heads + a.shape[axis + 1 :])
 
     def repeat(a: np.ndarray) -> np.ndarray:
         return np.broadcast_to(a[..., None, :, :], a.shape[:-3] + heads + a.shape[-2:])
 
-    q, k, v, mask, bias, out, lse = operands
-    return Operands(
-        split(q, -3),
-        repeat(k),
-        repeat(v),
-        None if mask is None else split(mask, -3),
-        None if bias is None else split(bias, -3),
-        split(out, -3),
-        None if lse is None else split(lse, -2),
-    )
+    q, k, v, mask, bias, out, lse, alibi, sinks = operands[:9]
+    sinks = None if sinks is None else np.broadcast_to(sinks, (*lead, problem.heads_q))
+    keys = None
+    if problem.dropout_p:
+        keys = dropout.head_keys(problem.dropout_seed, problem.batch, problem.heads_q)
+        keys = keys.reshape(*lead, problem.heads_q)
+    arrays: list[Any] = [split(q, -3), repeat(k), repeat(v), split(mask, -3), split(bias, -3)]
+    arrays += [split(out, -3), split(lse, -2), split(alibi, -1), split(sinks, -1), split(keys, -1)]
+    return Slots(*arrays)
+
+
+def _member(
+    slots: Slots, place: tuple[Any, ...], at: tuple[Any, ...], rows: slice, keys: slice
+) -> Slots:
+    """Return the slots of one batch entry: of q to lse at `place`, of the rest at `at`."""
+    q, k, v, mask, bias, out, lse, *rest = slots
+    arrays: list[Any] = [q[place][..., rows, :], k[place][..., keys, :], v[place][..., keys, :]]
+    arrays += [None if a is None else a[place][..., rows, keys] for a in (mask, bias)]
+    arrays += [out[place][..., rows, :], None if lse is None else lse[place][..., rows]]
+    return Slots(*arrays, *(None if a is None else a[at] for a in rest))
 
 
 def _max_slots(plan: Plan, problem: Problem) -> int:
@@ -70,80 +122,67 @@ def _max_slots(plan: Plan, problem: Problem) -> int:
     m = min(plan.block_m, problem.seqlen_q)
     n = min(plan.block_n, problem.seqlen_k)
     elements = m * n + (m + n) * (problem.head_dim + problem.head_dim_v)
-    return max(1, BLOCK_BYTES // (elements * np.dtype(problem.variant.dtype).itemsize))
+    return max(1, BLOCK_BYTES // (max(1, elements) * np.dtype(problem.variant.dtype).itemsize))
 
 
-def _parts(operands: Operands, max_slots: int, axis: int = 0) -> Iterator[Operands]:
+def parts(slots: Slots, max_slots: int, axis: int = 0) -> Iterator[Slots]:
     """Cut the slot axes from the left until at most `max_slots` are in each part."""
-    slots = operands.q.shape[axis:-2]
-    inner = prod(slots[1:])
+    shape = slots.q.shape[axis:-2]
+    inner = prod(shape[1:])
     step = max(1, max_slots // inner)
-    for start in range(0, slots[0], step):
+    for start in range(0, shape[0], step):
         cut = (slice(None),) * axis + (slice(start, start + step),)
-        arrays: list[Any] = [None if a is None else a[cut] for a in operands]
-        part = Operands(*arrays)
+        arrays: list[Any] = [None if a is None else a[cut] for a in slots]
+        part = Slots(*arrays)
         if inner <= max_slots:
             yield part
         else:
-            yield from _parts(part, max_slots, axis + 1)
+            yield from parts(part, max_slots, axis + 1)
 
 
-# --- one block of queries -----------------------------------------------------------------------
+# --- scores -------------------------------------------------------------------------------------
 
 
-class _Rows(NamedTuple):
-    """The softmax state of a block of query rows; updated in place."""
+def scores(
+    problem: Problem, part: Slots, q: np.ndarray, rows: slice | np.ndarray, keys: slice
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the scores of `rows` and `keys`, (*slots, rows, keys), -inf where a key is hidden.
 
-    row_max: np.ndarray  # (*slots, block_m), the largest score so far
-    row_sum: np.ndarray  # (*slots, block_m), sum of exp(s - row_max)
-    acc: np.ndarray  # (*slots, block_m, head_dim_v), sum of exp(s - row_max) * v
-
-
-def _attend_rows(problem: Problem, part: Operands, m_start: int, m_stop: int, block_n: int) -> None:
-    """Run the rows m_start:m_stop of every slot against the key blocks that they see."""
-    q = _blas_ready(part.q[..., m_start:m_stop, :])
-    shape = q.shape[:-1]
-    rows = _Rows(
-        np.full(shape, -np.inf, q.dtype),
-        np.zeros(shape, q.dtype),
-        np.zeros(shape + part.v.shape[-1:], q.dtype),
-    )
-    first, stop = _key_range(problem, m_start, m_stop)
-    for n_start in range(first, stop, block_n):
-        n_stop = min(n_start + block_n, stop)
-        keys = slice(n_start, n_stop)
-        bias = None if part.bias is None else part.bias[..., m_start:m_stop, keys]
-        mask = None if part.mask is None else part.mask[..., m_start:m_stop, keys]
-        window = _window_hides(problem, m_start, m_stop, n_start, n_stop)
-        hidden = _hidden(window, mask, bias)
-        s = _scores(q, part.k[..., keys, :], problem.scale, bias, hidden)
-        _online_update(rows, s, _blas_ready(part.v[..., keys, :]), hidden)
-    _finish(rows, part, m_start, m_stop)
-
-
-def _key_range(problem: Problem, m_start: int, m_stop: int) -> tuple[int, int]:
-    """Return (first, stop): the window lets no row of m_start:m_stop see a key outside of them."""
-    first, stop = 0, problem.seqlen_k
-    if problem.left is not None:
-        first = max(first, m_start + problem.offset - problem.left)
-    if problem.right is not None:
-        stop = min(stop, m_stop + problem.offset + problem.right)
-    return first, stop
+    And bool that broadcasts to them, True where it is; None if every row sees every key. `q` is
+    block() of the rows; `rows` are a slice with both ends, or indices.
+    """
+    i = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    j = np.arange(keys.start, keys.stop)
+    bias = None if part.bias is None else part.bias[..., rows, keys]
+    mask = None if part.mask is None else part.mask[..., rows, keys]
+    hidden = _hidden(_outside(problem, i, j), mask, bias)
+    # All of a group read the same keys.
+    k = block(part.k[..., :1, keys, :], q.dtype)
+    s = q @ k.swapaxes(-1, -2)
+    s *= problem.scale
+    if problem.softcap:
+        s /= problem.softcap
+        np.tanh(s, out=s)
+        s *= problem.softcap
+    if bias is not None:
+        s += _converted(bias, s.dtype)
+    if part.alibi is not None:
+        distance = np.abs(i[:, None] + problem.offset - j).astype(s.dtype)
+        s -= part.alibi[..., None, None] * distance
+    if hidden is not None:
+        # Assigned, not added: NaN + -inf is NaN, and a hidden key may hold NaN.
+        np.copyto(s, -np.inf, where=hidden)
+    return s, hidden
 
 
-def _window_hides(
-    problem: Problem, m_start: int, m_stop: int, n_start: int, n_stop: int
-) -> np.ndarray | None:
-    """Return (block_m, block_n) bool, True where the window hides a key; None for a full block."""
-    first, last = m_start + problem.offset, m_stop - 1 + problem.offset
-    left, right = problem.left, problem.right
-    i = np.arange(first, last + 1)[:, None]
-    j = np.arange(n_start, n_stop)
+def _outside(problem: Problem, i: np.ndarray, j: np.ndarray) -> np.ndarray | None:
+    """Return (rows, keys) bool, True where window or chunk hides a key; None for a full block."""
+    start, stop = problem.key_range(i)
     hides = None
-    if left is not None and n_start < last - left:
-        hides = j < i - left
-    if right is not None and n_stop - 1 > first + right:
-        late = j > i + right
+    if start.max() > j[0]:
+        hides = j < start[:, None]
+    if stop.min() <= j[-1]:
+        late = j >= stop[:, None]
         hides = late if hides is None else hides | late
     return hides
 
@@ -161,24 +200,6 @@ def _hidden(
     return hidden if hidden is not None and hidden.any() else None
 
 
-def _scores(
-    q: np.ndarray,
-    k: np.ndarray,
-    scale: float,
-    bias: np.ndarray | None,
-    hidden: np.ndarray | None,
-) -> np.ndarray:
-    """Return scale * q @ k.T + bias, (*slots, block_m, block_n), -inf where hidden."""
-    s = q @ _blas_ready(k).swapaxes(-1, -2)
-    s *= scale
-    if bias is not None:
-        s += _converted(bias, s.dtype)
-    if hidden is not None:
-        # Assigned, not added: NaN + -inf is NaN, and a hidden key may hold NaN.
-        np.copyto(s, -np.inf, where=hidden)
-    return s
-
-
 def _converted(bias: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return `bias` in `dtype`; a finite float64 stays finite, as -inf would hide the key."""
     if bias.dtype.itemsize <= dtype.itemsize:
@@ -187,8 +208,59 @@ def _converted(bias: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.where(np.isinf(bias), bias, np.clip(bias, -limit, limit)).astype(dtype)
 
 
-def _online_update(rows: _Rows, s: np.ndarray, v: np.ndarray, hidden: np.ndarray | None) -> None:
-    """Fold one block of scores into the rows. s (*slots, block_m, block_n) becomes p."""
+def block(a: np.ndarray, dtype: np.dtype | str) -> np.ndarray:
+    """Return a block of q, k or v in `dtype`; a copy where its strides would keep it from BLAS."""
+    row, column = a.strides[-2:]
+    if a.dtype != dtype:
+        return a.astype(dtype, order="C")
+    if column == a.itemsize and row >= a.shape[-1] * a.itemsize:
+        return a
+    return np.ascontiguousarray(a)
+
+
+# --- one block of queries -----------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """The softmax state of a block of query rows; updated in place."""
+
+    row_max: np.ndarray  # (*slots, block_m), the largest score so far
+    row_sum: np.ndarray  # (*slots, block_m), sum of exp(s - row_max)
+    acc: np.ndarray  # (*slots, block_m, head_dim_v), sum of D * exp(s - row_max) * v
+
+
+def _attend_rows(problem: Problem, part: Slots, rows: slice, block_n: int) -> None:
+    """Run `rows` of every slot against the key blocks that they see."""
+    q = block(part.q[..., rows, :], problem.variant.dtype)
+    state = _start(part, q)
+    i = np.arange(rows.start, rows.stop)
+    row_keys = None
+    if part.dropout_keys is not None:
+        row_keys = dropout.chained(part.dropout_keys[..., None], i)
+    first, stop = problem.key_range(i)
+    for n_start in range(first.min(), stop.max(), block_n):
+        keys = slice(n_start, min(n_start + block_n, int(stop.max())))
+        s, hidden = scores(problem, part, q, rows, keys)
+        p = _online_update(state, s)
+        if row_keys is not None:
+            p *= dropout.kept(row_keys, np.arange(keys.start, keys.stop), problem.dropout_p)
+        v = block(part.v[..., :1, keys, :], q.dtype)
+        state.acc[...] += _weighted_values(p, v, hidden)
+    _finish(state, part, rows, dropout.factor(problem.dropout_p))
+
+
+def _start(part: Slots, q: np.ndarray) -> _Rows:
+    """Return the state before any key; a sink is a score that has been seen."""
+    shape = q.shape[:-1]
+    row_max, row_sum = np.full(shape, -np.inf, q.dtype), np.zeros(shape, q.dtype)
+    if part.sinks is not None:
+        row_max[...] = part.sinks[..., None]
+        row_sum[...] = np.where(row_max == -np.inf, 0, np.exp(row_max - row_max))
+    return _Rows(row_max, row_sum, np.zeros(shape + part.v.shape[-1:], q.dtype))
+
+
+def _online_update(rows: _Rows, s: np.ndarray) -> np.ndarray:
+    """Fold scores (*slots, block_m, block_n) into the rows; they become exp(s - row_max)."""
     new_max = np.maximum(rows.row_max, s.max(axis=-1))
     # A row that has seen no key yet: -inf - -inf would be NaN.
     safe_max = np.where(new_max == -np.inf, 0, new_max).astype(s.dtype, copy=False)
@@ -199,7 +271,7 @@ def _online_update(rows: _Rows, s: np.ndarray, v: np.ndarray, hidden: np.ndarray
     rows.row_sum[...] *= alpha
     rows.row_sum[...] += p.sum(axis=-1)
     rows.acc[...] *= alpha[..., None]
-    rows.acc[...] += _weighted_values(p, v, hidden)
+    return p
 
 
 def _weighted_values(p: np.ndarray, v: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
@@ -220,19 +292,14 @@ def _weighted_values(p: np.ndarray, v: np.ndarray, hidden: np.ndarray | None) ->
     return product
 
 
-def _finish(rows: _Rows, part: Operands, m_start: int, m_stop: int) -> None:
-    """Write out = acc / row_sum and lse; a row that saw no key is 0, its lse -inf."""
+def _finish(rows: _Rows, part: Slots, at: slice, factor: float) -> None:
+    """Write out = factor * acc / row_sum and lse; a row that saw no key is 0, its lse -inf."""
     row_sum = rows.row_sum
     # Only 0 means nothing was seen. A NaN sum must stay NaN.
     divisor = np.where(row_sum == 0, 1, row_sum).astype(row_sum.dtype, copy=False)
-    np.divide(rows.acc, divisor[..., None], out=part.out[..., m_start:m_stop, :])
+    rows.acc[...] /= divisor[..., None]
+    if factor != 1:
+        rows.acc[...] *= factor
+    part.out[..., at, :] = rows.acc  # rounded once, to nearest even
     if part.lse is not None:
-        np.add(rows.row_max, np.log(row_sum), out=part.lse[..., m_start:m_stop])
-
-
-def _blas_ready(block: np.ndarray) -> np.ndarray:
-    """Return `block`, or a copy of it where matmul would leave BLAS for its strides."""
-    row, column = block.strides[-2:]
-    if column == block.itemsize and row >= block.shape[-1] * block.itemsize:
-        return block
-    return np.ascontiguousarray(block)
+        np.add(rows.row_max, np.log(row_sum), out=part.lse[..., at])

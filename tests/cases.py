@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention(). mask and bias name their axes: "b11k" is (batch, 1, 1, seqlen_k)."""
+    """One call of attention().
+
+    mask, bias and alibi name their axes: "b11k" is (batch, 1, 1, seqlen_k). lengths names what is
+    drawn: "q_len", "kv_len", "kv_start" and "align", for each batch entry, or with "one" for all.
+    """
 
     name: str
     seqlen_q: int
@@ -24,9 +29,15 @@ class Case:
     causal: bool = False
     align: str | int = "bottom_right"
     window: tuple = (None, None)
+    chunk: int = 0
+    softcap: float | None = None
     mask: str = ""
     bias: str = ""
     bias_dtype: str = ""
+    alibi: str = ""
+    sinks: bool = False
+    lengths: str = ""
+    dropout_p: float = 0.0
     spread: float = 1.0  # standard deviation of q: large values make one key win
 
     def __str__(self):
@@ -37,6 +48,12 @@ class Case:
         parts += ["causal"] * self.causal
         parts += [f"{self.align}"] * (self.align != "bottom_right")
         parts += [f"w{self.window[0]}_{self.window[1]}"] * (self.window != (None, None))
+        parts += [f"chunk{self.chunk}"] * bool(self.chunk)
+        parts += [f"cap{self.softcap}"] * bool(self.softcap)
+        parts += [f"alibi_{self.alibi}"] * bool(self.alibi)
+        parts += ["sinks"] * self.sinks
+        parts += [f"drop{self.dropout_p}"] * bool(self.dropout_p)
+        parts += [self.lengths.replace(" ", "_")] * bool(self.lengths)
         parts += [f"mask_{self.mask}"] * bool(self.mask)
         parts += [f"bias_{self.bias}{self.bias_dtype}"] * bool(self.bias)
         return "-".join([*parts, self.dtype.replace("float", "f")])
@@ -54,20 +71,49 @@ class Case:
         q = rng.standard_normal((self.batch, self.heads_q, self.seqlen_q, self.head_dim))
         k = rng.standard_normal((self.batch, heads_kv, self.seqlen_k, self.head_dim))
         v = rng.standard_normal((self.batch, heads_kv, self.seqlen_k, head_dim_v))
-        return tuple(a.astype(self.dtype) for a in (q * self.spread, k, v))
+        return tuple(a.astype(dtype_of(self.dtype)) for a in (q * self.spread, k, v))
 
     def flags(self, seed=0):
-        """Return the keyword arguments, mask and bias drawn from `seed`."""
+        """Return the keyword arguments, their arrays drawn from `seed`."""
         rng = np.random.default_rng((seed, 1))
         flags = {"scale": self.scale, "causal": self.causal}
         flags |= {"align": self.align, "window": self.window}
         if self.mask:
             flags["mask"] = rng.random(self.shape(self.mask)) < 0.6
         if self.bias:
-            bias = rng.standard_normal(self.shape(self.bias)).astype(self.bias_dtype or self.dtype)
+            bias = rng.standard_normal(self.shape(self.bias))
+            bias = bias.astype(dtype_of(self.bias_dtype or self.dtype))
             bias[rng.random(bias.shape) < 0.1] = -np.inf
             flags["bias"] = bias
-        return flags
+        if self.chunk:
+            flags["chunk"] = self.chunk
+        if self.softcap is not None:
+            flags["softcap"] = self.softcap
+        if self.alibi:
+            flags["alibi"] = rng.random(self.shape(self.alibi)).astype(np.float32)
+        if self.sinks:
+            flags["sinks"] = rng.standard_normal(self.heads_q).astype(np.float32) * 3
+        if self.dropout_p:
+            flags |= {"dropout_p": self.dropout_p, "dropout_seed": seed + 3}
+        return flags | self._lengths(rng)
+
+    def _lengths(self, rng):
+        size = () if "one" in self.lengths else self.batch
+        start = rng.integers(0, self.seqlen_k + 1, size)
+        drawn = {
+            "q_len": rng.integers(0, self.seqlen_q + 1, size),
+            "kv_start": start // 2,
+            "kv_len": rng.integers(start // 2, self.seqlen_k + 1),
+            "align": rng.integers(-self.seqlen_q, self.seqlen_k + 1, size),
+        }
+        return {name: drawn[name] for name in self.lengths.split() if name != "one"}
+
+
+def dtype_of(name):
+    """Return the dtype, bfloat16 included where ml_dtypes is installed."""
+    if name == "bfloat16":
+        return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    return np.dtype(name)
 
 
 SIZES = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257]
@@ -161,12 +207,52 @@ def _decode():
         yield Case("group", 65, 129, 32, heads_q=heads_q, heads_kv=heads_kv, mask="h1k")
 
 
+LENGTHS = ["q_len", "kv_len", "kv_start", "align", "kv_len align", "q_len kv_len kv_start align"]
+
+
+def _variants():
+    for seqlen_q, seqlen_k in [(33, 70), (1, 300), (70, 33), (130, 260)]:
+        sizes = (seqlen_q, seqlen_k)
+        heads = {"batch": 3, "heads_q": 4, "heads_kv": 2}
+        yield Case("softcap", *sizes, softcap=2.0, spread=4.0)
+        yield Case("softcap", *sizes, softcap=30.0, mask="qk", bias="hqk", causal=True)
+        for alibi in ("h", "bh", "1h"):
+            yield Case("alibi", *sizes, **heads, alibi=alibi, causal=seqlen_q == 33)
+        yield Case("sinks", *sizes, **heads, sinks=True)
+        yield Case("sinks", *sizes, **heads, sinks=True, mask="b1qk", align=-20, causal=True)
+        for chunk in (1, 7, 16, 64, 1000):
+            yield Case("chunk", *sizes, chunk=chunk, causal=chunk == 16)
+            yield Case("chunk", *sizes, chunk=chunk, align=-5, window=(9, 3))
+        for lengths in LENGTHS:
+            yield Case("lengths", *sizes, **heads, lengths=lengths)
+            yield Case("lengths", *sizes, **heads, lengths=lengths, causal=True, mask="bhqk")
+            yield Case("lengths", *sizes, **heads, lengths=lengths, window=(20, 5), bias="h1k")
+            yield Case("lengths", *sizes, **heads, lengths="one " + lengths, chunk=9, mask="qk")
+        everything = {"softcap": 5.0, "alibi": "bh", "sinks": True, "lengths": LENGTHS[-1]}
+        yield Case("all", *sizes, **heads, **everything, window=(40, 9), mask="h1k", bias="b1qk")
+        for dropout_p in (0.1, 0.5, 1.0):
+            yield Case("dropout", *sizes, **heads, dropout_p=dropout_p, lengths="kv_start")
+            yield Case("dropout", *sizes, **heads, dropout_p=dropout_p, sinks=True, causal=True)
+
+
+def _halves():
+    for dtype in ("float16", "bfloat16"):
+        for size in (1, 16, 65, 257):
+            yield Case("half", size, 70, 40, 24, heads_q=4, heads_kv=2, dtype=dtype, causal=True)
+        yield Case("half", 33, 1025, 64, dtype=dtype, spread=10.0)
+        yield Case("half", 33, 70, dtype=dtype, mask="qk", bias="hqk")
+        yield Case("half", 33, 70, dtype=dtype, bias="qk", bias_dtype="float32", alibi="h")
+        yield Case("half", 33, 70, bias="qk", bias_dtype=dtype, sinks=True)
+        yield Case("half", 33, 70, dtype=dtype, batch=3, lengths=LENGTHS[-1], sinks=True)
+
+
 def _cases():
-    for make in (_sizes, _head_dims, _flags, _masks, _decode):
+    for make in (_sizes, _head_dims, _flags, _masks, _decode, _variants):
         for n, case in enumerate(make()):
             yield case
             if n % 3 == 0:
                 yield replace(case, dtype="float64")
+    yield from _halves()
 
 
 CASES = list(dict.fromkeys(_cases()))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn.check import check
+from fastattn.check import check, check_packed
 
 F4 = np.float32
 
@@ -40,17 +40,18 @@ def unaligned(*shape):
 
 SHARED = np.ones(1000, F4)
 WINDOW = "window must be a pair of ints >= 0 or None"
-ALIGN = "align must be 'bottom_right', 'top_left' or an int"
+ALIGN = "align must be 'bottom_right', 'top_left', an int or an array of ints"
+FLOAT = "float16, bfloat16, float32 or float64"
 SAME_DTYPE = "q, k and v must have the same dtype, got "
 
 RULES = [
     # kinds and dtypes
-    ({"q": ones(2, 4, 7, 8, dtype=int)}, TypeError, "q must be float32 or float64, got int64"),
-    ({"k": ones(2, 2, 5, 8, dtype=bool)}, TypeError, "k must be float32 or float64, got bool"),
-    ({"v": ones(2, 2, 5, 6, dtype=complex)}, TypeError, "v must be float32 or float64, got comp"),
-    ({"q": ones(2, 4, 7, 8, dtype=object)}, TypeError, "q must be float32 or float64, got object"),
-    ({"q": ones(2, 4, 7, 8, dtype="f2")}, TypeError, "q must be float32 or float64, got float16"),
-    ({"q": None}, TypeError, "q must be float32 or float64, got object"),
+    ({"q": ones(2, 4, 7, 8, dtype=int)}, TypeError, f"q must be {FLOAT}, got int64"),
+    ({"k": ones(2, 2, 5, 8, dtype=bool)}, TypeError, f"k must be {FLOAT}, got bool"),
+    ({"v": ones(2, 2, 5, 6, dtype=complex)}, TypeError, f"v must be {FLOAT}, got comp"),
+    ({"q": ones(2, 4, 7, 8, dtype=object)}, TypeError, f"q must be {FLOAT}, got object"),
+    ({"q": ones(2, 4, 7, 8, dtype="f2")}, TypeError, SAME_DTYPE + "float16, float32 and float32"),
+    ({"q": None}, TypeError, f"q must be {FLOAT}, got object"),
     ({"k": ones(2, 2, 5, 8, dtype=float)}, TypeError, SAME_DTYPE + "float32, float64 and float32"),
     ({"v": ones(2, 2, 5, 6, dtype=float)}, TypeError, SAME_DTYPE + "float32, float32 and float64"),
     (
@@ -123,7 +124,7 @@ RULES = [
     (
         {"align": 2**63},
         ValueError,
-        "align must lie within -2**60 and 2**60, got 9223372036854775808",
+        "align must lie within -2**30 and 2**30, got 9223372036854775808",
     ),
     ({"window": 3}, ValueError, "window must be a pair (left, right), got 3"),
     ({"window": (1, 2, 3)}, ValueError, "window must be a pair (left, right), got (1, 2, 3)"),
@@ -131,6 +132,64 @@ RULES = [
     ({"window": (0, -1), "causal": True}, ValueError, WINDOW + " (no limit), got (0, -1)"),
     ({"window": (1.0, None)}, TypeError, WINDOW + ", got float"),
     ({"window": (None, False)}, TypeError, WINDOW + ", got bool"),
+    # align, chunk, softcap of each kind
+    ({"align": ones(2)}, TypeError, "align must be an int or an array of ints, got float32"),
+    (
+        {"align": ones(3, dtype=int)},
+        ValueError,
+        "align must be an int or broadcast to the leading dimensions (2,), got shape (3,)",
+    ),
+    (
+        {"align": np.array([0, -(2**31)])},
+        ValueError,
+        "align must lie between -1073741824 and 1073741824, got -2147483648",
+    ),
+    ({"chunk": -1}, ValueError, "chunk must be an int >= 0, got -1"),
+    ({"chunk": 2.0}, TypeError, "chunk must be an int >= 0, got float"),
+    ({"chunk": None}, TypeError, "chunk must be an int >= 0, got NoneType"),
+    ({"softcap": float("nan")}, ValueError, "softcap must be a normal number in float32, or 0, go"),
+    ({"softcap": np.inf}, ValueError, "softcap must be a normal number in float32, or 0, got inf"),
+    ({"softcap": 1e-39}, ValueError, "softcap must be a normal number in float32, or 0, got 1e-39"),
+    ({"softcap": "1"}, TypeError, "softcap must be a real number, got str"),
+    ({"softcap": True}, TypeError, "softcap must be a real number, got bool"),
+    # alibi and sinks
+    ({"alibi": ones(4, dtype=int)}, TypeError, f"alibi must be {FLOAT}, got int64"),
+    ({"alibi": masked(4)}, TypeError, "alibi must be a plain array, got a masked array."),
+    ({"alibi": ones(2)}, ValueError, "alibi must have shape (4,) or (2, 4), got (2,)"),
+    ({"alibi": ones(3, 4)}, ValueError, "alibi must have shape (4,) or (2, 4), got (3, 4)"),
+    ({"alibi": ones()}, ValueError, "alibi must have shape (4,) or (2, 4), got ()"),
+    ({"sinks": ones(4, dtype=bool)}, TypeError, f"sinks must be {FLOAT}, got bool"),
+    ({"sinks": ones(2)}, ValueError, "sinks must have shape (4,), got (2,)"),
+    ({"sinks": ones(2, 4)}, ValueError, "sinks must have shape (4,), got (2, 4)"),
+    ({"sinks": 1.0}, ValueError, "sinks must have shape (4,), got ()"),
+    # lengths
+    ({"q_len": 8}, ValueError, "q_len must lie between 0 and 7, got 8"),
+    ({"q_len": [3, -1]}, ValueError, "q_len must lie between 0 and 7, got -1"),
+    ({"kv_len": 6}, ValueError, "kv_len must lie between 0 and 5, got 6"),
+    ({"kv_len": np.array([2, 2**40])}, ValueError, "kv_len must lie between 0 and 5, got 10995116"),
+    ({"kv_start": -1}, ValueError, "kv_start must lie between 0 and 5, got -1"),
+    (
+        {"kv_start": [1, 3], "kv_len": np.array([5, 2])},
+        ValueError,
+        "kv_start must lie between 0 and 2, got 3",
+    ),
+    ({"kv_start": 4, "kv_len": [5, 3]}, ValueError, "kv_start must lie between 0 and 3, got 4"),
+    ({"kv_len": 2.0}, TypeError, "kv_len must be an int or an array of ints, got float64"),
+    ({"kv_len": [True, False]}, TypeError, "kv_len must be an int or an array of ints, got bool"),
+    ({"q_len": "7"}, TypeError, "q_len must be an int or an array of ints, got <U1"),
+    (
+        {"kv_len": [1, 2, 3]},
+        ValueError,
+        "kv_len must be an int or broadcast to the leading dimensions (2,), got shape (3,)",
+    ),
+    # dropout
+    ({"dropout_p": -0.1}, ValueError, "dropout_p must be between 0 and 1, got -0.1"),
+    ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
+    ({"dropout_p": float("nan")}, ValueError, "dropout_p must be between 0 and 1, got nan"),
+    ({"dropout_p": None}, TypeError, "dropout_p must be a real number, got NoneType"),
+    ({"dropout_seed": -1}, ValueError, "dropout_seed must be an int from 0 to 2**63 - 1, got -1"),
+    ({"dropout_seed": 2**63}, ValueError, "dropout_seed must be an int from 0 to 2**63 - 1, got 9"),
+    ({"dropout_seed": 0.5}, TypeError, "dropout_seed must be an int from 0 to 2**63 - 1, got floa"),
     # mask and bias
     (
         {"mask": ones(7, 5, dtype=np.int64)},
@@ -159,14 +218,14 @@ RULES = [
     (
         {"bias": ones(7, 5, dtype=int)},
         TypeError,
-        "bias must be float16, float32 or float64, got int64",
+        f"bias must be {FLOAT}, got int64",
     ),
     (
         {"bias": ones(7, 5, dtype=bool)},
         TypeError,
-        "bias must be float16, float32 or float64, got bool. Pass a bool array as mask.",
+        f"bias must be {FLOAT}, got bool. Pass a bool array as mask.",
     ),
-    ({"bias": ones(7, 5, dtype=complex)}, TypeError, "bias must be float16, float32 or float64, g"),
+    ({"bias": ones(7, 5, dtype=complex)}, TypeError, f"bias must be {FLOAT}, g"),
     # out
     ({"out": [[0.0]]}, TypeError, "out must be a plain NumPy array, got list"),
     ({"out": masked(2, 4, 7, 6)}, TypeError, "out must be a plain NumPy array, got MaskedArray"),
@@ -224,7 +283,7 @@ def test_out_may_interleave_with_an_input(backend):
 
 
 TORCH_RULES = [
-    ({"query": ones(4, 7, 8, dtype=int)}, TypeError, "query must be float32 or float64, got int64"),
+    ({"query": ones(4, 7, 8, dtype=int)}, TypeError, f"query must be {FLOAT}, got int64"),
     ({"value": ones(8)}, ValueError, "value must have rank 2 or more, got shape (8,)"),
     ({"key": masked(4, 5, 8)}, TypeError, "key must be a plain array, got a masked array"),
     (
@@ -260,7 +319,6 @@ TORCH_RULES = [
     ({"attn_mask": ones(2, 4, 7, 5) > 0}, ValueError, "attn_mask must broadcast to the scores (4"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
     ({"dropout_p": float("nan")}, ValueError, "dropout_p must be between 0 and 1, got nan"),
-    ({"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0, got 0.1: dropout is not impl"),
     ({"scale": float("inf")}, ValueError, "scale must be finite in float32, got inf"),
 ]
 
@@ -275,6 +333,151 @@ def test_torch_rule(change, error, message):
 def test_torch_takes_six_positional_arguments():
     with pytest.raises(TypeError, match="positional"):
         fastattn.scaled_dot_product_attention(*[ones(3, 2)] * 3, None, 0.0, False, 1.0)
+
+
+def packed():
+    """Return the arguments of a packed call that works: members of 3 and 4 rows, 5 and 0 keys."""
+    arrays = {"q": ones(7, 4, 8), "k": ones(5, 2, 8), "v": ones(5, 2, 6)}
+    arrays["out"] = np.full((7, 4, 6), 9, F4)
+    return arrays | {"cu_seqlens_q": [0, 3, 7], "cu_seqlens_k": np.array([0, 5, 5], np.int32)}
+
+
+PACKED_RULES = [
+    ({"q": ones(7, 8)}, ValueError, "q must have shape (tokens, heads, dim), got (7, 8)"),
+    ({"v": ones(1, 5, 2, 6)}, ValueError, "v must have shape (tokens, heads, dim), got (1, 5, 2, "),
+    ({"k": ones(5, 3, 8), "v": ones(5, 3, 6)}, ValueError, "q heads must be a multiple of k heads"),
+    ({"cu_seqlens_q": [0.0, 7.0]}, TypeError, "cu_seqlens_q must be an array of ints, got float64"),
+    (
+        {"cu_seqlens_q": [1, 3, 7]},
+        ValueError,
+        "cu_seqlens_q must have one axis and start at 0, got",
+    ),
+    ({"cu_seqlens_q": [[0, 7]]}, ValueError, "cu_seqlens_q must have one axis and start at 0, got"),
+    (
+        {"cu_seqlens_q": np.zeros(0, int)},
+        ValueError,
+        "cu_seqlens_q must have one axis and start at",
+    ),
+    ({"cu_seqlens_q": 0}, ValueError, "cu_seqlens_q must have one axis and start at 0, got 0"),
+    ({"cu_seqlens_k": [0, 6, 5]}, ValueError, "cu_seqlens_k must not decrease, got 6 before 5"),
+    (
+        {"cu_seqlens_k": np.array([0, 6, 5], np.uint32)},
+        ValueError,
+        "cu_seqlens_k must not decrease, got 6 before 5",
+    ),
+    (
+        {"cu_seqlens_q": [0, 3, 6]},
+        ValueError,
+        "cu_seqlens_q must end at the number of tokens, 7, got 6",
+    ),
+    (
+        {"cu_seqlens_k": [0, 5, 8]},
+        ValueError,
+        "cu_seqlens_k must end at the number of tokens, 5, got 8",
+    ),
+    (
+        {"cu_seqlens_q": [0, 7]},
+        ValueError,
+        "cu_seqlens_q and cu_seqlens_k must have the same length, got 2 and 3",
+    ),
+    ({"kv_len": [5, 1]}, ValueError, "kv_len must lie between 0 and 0, got 1"),
+    (
+        {"align": [0, 1, 2]},
+        ValueError,
+        "align must be an int or broadcast to the leading dimension",
+    ),
+    ({"alibi": ones(3, 4)}, ValueError, "alibi must have shape (4,) or (2, 4), got (3, 4)"),
+    ({"window": (-1, 0)}, ValueError, WINDOW + " (no limit), got (-1, 0)"),
+    ({"causal": 1}, TypeError, "causal must be a bool, got int"),
+    ({"out": ones(4, 7, 6)}, ValueError, "out must have shape (7, 4, 6), got (4, 7, 6)"),
+    ({"backend": "gpu"}, ValueError, "backend must be one of ('auto', 'numpy', 'cpu'), got 'gpu'"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), PACKED_RULES, ids=rule_id)
+def test_packed_rule(change, error, message):
+    arguments = packed() | change
+    with pytest.raises(error, match="^" + re.escape(message)):
+        fastattn.attention_varlen(**arguments)
+    if "out" not in change:
+        assert (arguments["out"] == 9).all(), "written before everything was checked"
+
+
+def test_packed_out_may_not_overlap():
+    arguments = packed()
+    arguments["out"] = arguments["q"][..., :6]
+    with pytest.raises(ValueError, match=r"^out must not overlap q, got"):
+        fastattn.attention_varlen(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"out_b": ones(3, 2, dtype=float)},
+            TypeError,
+            "out_a and out_b must have the same dtype, ",
+        ),
+        ({"out_b": ones(2, 2)}, ValueError, "out_a and out_b must have the same shape, got (3, 2)"),
+        (
+            {"lse_b": ones(1)},
+            ValueError,
+            "lse_a and lse_b must have the same shape, got (3,) and (1",
+        ),
+        ({"lse_a": ones(3, dtype=int)}, TypeError, f"lse_a must be {FLOAT}, got int64"),
+        ({"out_a": masked(3, 2)}, TypeError, "out_a must be a plain array, got a masked array."),
+        (
+            {"lse_a": ones(2), "lse_b": ones(2)},
+            ValueError,
+            "lse_a must have the shape of out_a without its last axis, got (2,) and (3, 2)",
+        ),
+    ],
+    ids=rule_id,
+)
+def test_merge_rule(change, error, message):
+    parts = {"out_a": ones(3, 2), "lse_a": ones(3), "out_b": ones(3, 2), "lse_b": ones(3)}
+    with pytest.raises(error, match="^" + re.escape(message)):
+        fastattn.merge(**parts | change)
+
+
+@pytest.mark.parametrize("function", [fastattn.attention_weights, fastattn.attention_key_sums])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rows": 1}, TypeError, "rows must be a slice or ints with one axis, got int64 ()"),
+        (
+            {"rows": [0.5]},
+            TypeError,
+            "rows must be a slice or ints with one axis, got float64 (1,)",
+        ),
+        ({"rows": [0, 7]}, ValueError, "rows must lie within the 7 of q, got 0 to 7"),
+        ({"rows": [-8]}, ValueError, "rows must lie within the 7 of q, got -8 to -8"),
+        ({"out": ones(1)}, TypeError, "got an unexpected keyword argument 'out'"),
+        ({"dropout_p": 0.5}, TypeError, "got an unexpected keyword argument 'dropout_p'"),
+        (
+            {"k": ones(2, 5, 9)},
+            ValueError,
+            "q and k must have the same head_dim, got (2, 7, 8) and",
+        ),
+        ({"kv_len": 6}, ValueError, "kv_len must lie between 0 and 5, got 6"),
+    ],
+    ids=rule_id,
+)
+def test_weights_rule(function, change, error, message):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        function(**{"q": ones(2, 7, 8), "k": ones(2, 5, 8)} | change)
+
+
+def test_dropout_mask_rule():
+    with pytest.raises(ValueError, match=r"^shape must have two axes or more, got \(3,\)"):
+        fastattn.dropout_mask((3,), dropout_p=0.5)
+    with pytest.raises(ValueError, match=r"^dropout_p must be between 0 and 1, got 2"):
+        fastattn.dropout_mask((3, 3), dropout_p=2)
+
+
+def test_explain_knows_the_arguments_of_attention():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slopes'"):
+        fastattn.explain(**valid(), slopes=1)
 
 
 # --- what is accepted, and as what --------------------------------------------------------------
@@ -379,8 +582,67 @@ def test_what_kernels_cannot_read_is_converted():
 
 def test_problem_names_the_variant():
     found = problem(mask=True, bias=ones(5, dtype=">f2")).variant
-    assert (found.dtype, found.has_mask, found.bias_dtype) == ("float32", True, "float16")
+    assert (found.dtype, found.storage) == ("float32", "float32")
     assert problem() is problem()
+    half = [ones(2, 3, dtype="f2")] * 3
+    found = check(*half, softcap=1, alibi=ones(1), sinks=ones(1), chunk=2, dropout_p=0.5)[0]
+    assert (found.variant.dtype, found.variant.storage) == ("float32", "float16")
+    assert (found.softcap, found.chunk, found.dropout_p) == (1, 2, 0.5)
+
+
+def test_variant_of_what_is_off_is_the_plain_one():
+    off = {"softcap": 0.0, "chunk": 0, "dropout_p": 0, "dropout_seed": 3, "q_len": 7}
+    assert problem(**off) == problem(softcap=-1.0, kv_len=5, kv_start=0) == problem()
+
+
+@pytest.mark.parametrize(
+    ("change", "ranges"),
+    [
+        ({"q_len": [3, 7]}, [[3, 0, 5, 2], [7, 0, 5, -2]]),
+        ({"q_len": 3}, [[3, 0, 5, 2]] * 2),
+        ({"kv_len": [2, 2]}, [[7, 0, 2, -5]] * 2),
+        ({"kv_len": [5, 2], "kv_start": 1}, [[7, 1, 5, -3], [7, 1, 2, -6]]),
+        ({"align": [4, -1]}, [[7, 0, 5, 4], [7, 0, 5, -1]]),
+        ({"align": "top_left", "kv_start": [4, 5]}, [[7, 4, 5, 0], [7, 5, 5, 0]]),
+        ({"align": np.array([9], np.uint8)}, [[7, 0, 5, 9]] * 2),
+    ],
+    ids=str,
+)
+def test_lengths_of_each_batch_entry(change, ranges):
+    arguments = {"q": ones(2, 4, 7, 8), "k": ones(2, 2, 5, 8), "v": ones(2, 2, 5, 6)}
+    _, operands = check(**arguments | change)
+    assert operands.ranges.dtype == np.int64
+    assert operands.ranges.flags.c_contiguous
+    np.testing.assert_array_equal(operands.ranges, ranges)
+
+
+@pytest.mark.parametrize(
+    "change", [{"kv_start": 1, "kv_len": 4}, {"kv_start": np.int8(1), "kv_len": np.array(4)}]
+)
+def test_one_length_for_all_is_a_view(change):
+    k, mask = ones(2, 2, 5, 8), np.ones(5, bool)
+    found, operands = check(ones(2, 4, 7, 8), k, k, mask=mask, causal=True, **change)
+    assert operands.ranges is None
+    assert (found.seqlen_k, found.offset) == (3, -4)
+    assert operands.k.shape == (2, 2, 3, 8)
+    assert operands.mask.shape == (2, 4, 7, 3)
+    assert np.shares_memory(operands.k, k)
+    assert np.shares_memory(operands.mask, mask)
+
+
+def test_packed_operands():
+    found, operands = check_packed(**packed())
+    assert (found.batch, found.seqlen_q, found.seqlen_k) == (2, 4, 5)
+    assert operands.q.shape == (1, 4, 7, 8)
+    np.testing.assert_array_equal(operands.starts, [[0, 0], [3, 5]])
+    np.testing.assert_array_equal(operands.ranges, [[3, 0, 5, 2], [4, 0, 0, -4]])
+    assert operands.starts.flags.c_contiguous
+
+
+def test_seeds_of_their_own():
+    seeds = {problem(dropout_p=0.5).dropout_seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_explain_writes_nothing():

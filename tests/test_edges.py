@@ -104,7 +104,9 @@ BAD = [np.nan, np.inf, -np.inf]
 @pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("seqlen_k", [1, 3, 40, 300])
 @pytest.mark.parametrize("where", ["k", "v", "k and v"])
-@pytest.mark.parametrize("how", ["mask", "key mask", "bias", "causal", "window"])
+@pytest.mark.parametrize(
+    "how", ["mask", "key mask", "bias", "causal", "window", "chunk", "lengths"]
+)
 def test_hidden_keys_contribute_nothing(how, where, seqlen_k, bad, backend, rng):
     """Same bits as with zeros in the hidden keys; a row that sees one differs from no other row."""
     q, k, v = Case("hidden", 40, seqlen_k, 8, heads_q=4, heads_kv=2).arrays()
@@ -114,6 +116,8 @@ def test_hidden_keys_contribute_nothing(how, where, seqlen_k, bad, backend, rng)
         "bias": lambda: hide_by_bias(rng, rng.random((40, seqlen_k)) < 0.7),
         "causal": lambda: ({"causal": True, "align": "top_left"}, np.tri(40, seqlen_k) == 0),
         "window": lambda: hide_by_window(seqlen_k),
+        "chunk": lambda: hide_by_chunk(seqlen_k),
+        "lengths": lambda: hide_by_lengths(seqlen_k),
     }[how]()
     never_seen = np.broadcast_to(hidden, (40, seqlen_k)).all(axis=0)
     for name, a in (("k", k), ("v", v)):
@@ -134,6 +138,19 @@ def hide_by_mask(rng, mask):
 def hide_by_bias(rng, mask):
     mask[..., rng.random(mask.shape[-1]) < 0.5] = False
     return {"bias": np.where(mask, np.float32(0.5), -np.inf)}, ~mask
+
+
+def hide_by_chunk(seqlen_k):
+    flags = {"chunk": 16, "align": 20, "softcap": 2.0}
+    return flags, (np.arange(40)[:, None] + 20) // 16 != np.arange(seqlen_k) // 16
+
+
+def hide_by_lengths(seqlen_k):
+    start, stop = seqlen_k // 4, seqlen_k - seqlen_k // 3
+    flags = {"kv_start": np.array([start]), "kv_len": stop, "q_len": 39, "causal": True}
+    i, j = np.arange(40)[:, None], np.arange(seqlen_k)
+    visible = (i < 39) & (j >= start) & (j < stop) & (j - start <= i + stop - start - 39)
+    return flags, ~visible
 
 
 def hide_by_window(seqlen_k):
@@ -370,7 +387,11 @@ def peak_beyond_output(backend, q, k, v, **flags):
 
 
 @pytest.mark.parametrize(
-    "how", ["plain", "causal", "key mask", "window", "bias", "strided", "heads last"]
+    "how",
+    [
+        *("plain", "causal", "key mask", "window", "bias", "strided", "heads last"),
+        *("alibi", "softcap", "sinks", "chunk", "lengths", "dropout"),
+    ],
 )
 def test_memory_does_not_grow_with_the_scores(how, backend):
     # 256 x 16384 scores of two heads would be 32 MiB.
@@ -383,5 +404,11 @@ def test_memory_does_not_grow_with_the_scores(how, backend):
         "key mask": {"mask": np.arange(16384) % 3 > 0},
         "window": {"window": (100, 100), "align": 5000},
         "bias": {"bias": np.zeros((2, 1, 16384), np.float32)},
+        "alibi": {"alibi": np.ones(2, np.float32)},
+        "softcap": {"softcap": 20.0},
+        "sinks": {"sinks": np.ones(2, np.float32)},
+        "chunk": {"chunk": 10000},
+        "lengths": {"q_len": [200], "kv_len": [16000], "kv_start": 300},
+        "dropout": {"dropout_p": 0.1},
     }
     assert peak_beyond_output(backend, q, k, v, **flags.get(how, {})) < 12 << 20

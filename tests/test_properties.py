@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,14 +28,18 @@ AXES = ["", "", "k", "q1", "qk", "h1k", "hqk", "b11k", "bhqk"]
 LAYOUTS = ["plain", "heads last", "transposed", "reversed", "strided", "swapped"]
 
 
+LENGTHS = ["q_len", "kv_len", "kv_start", "align"]
+DTYPES = ["float16", "bfloat16", "float32", "float32", "float64"]
+
+
 @st.composite
-def cases(draw):
-    """Draw every parameter of a call at once."""
+def cases(draw, dtypes=("float32", "float64"), features=False):
+    """Draw every parameter of a call at once; `features` are those beside mask, bias and window."""
     heads_kv = draw(st.integers(1, 3))
     seqlen_q, seqlen_k = draw(SIZES), draw(SIZES)
     radius = st.one_of(st.none(), st.integers(0, 2 * seqlen_k))
     aligns = st.sampled_from(["bottom_right", "top_left"])
-    return Case(
+    case = Case(
         "fuzz",
         seqlen_q,
         seqlen_k,
@@ -43,13 +48,30 @@ def cases(draw):
         batch=draw(st.integers(1, 2)),
         heads_q=heads_kv * draw(st.integers(1, 4)),
         heads_kv=heads_kv,
-        dtype=draw(st.sampled_from(["float32", "float64"])),
+        dtype=draw(st.sampled_from(dtypes)),
         scale=draw(st.one_of(st.none(), st.sampled_from([0.0, -0.25, 1.0]))),
         causal=draw(st.booleans()),
         align=draw(st.one_of(aligns, st.integers(-seqlen_q - 3, seqlen_k + 3))),
         window=(draw(radius), draw(radius)),
         mask=draw(st.sampled_from(AXES)),
         bias=draw(st.sampled_from(AXES)),
+    )
+    return draw(with_features(case)) if features else case
+
+
+@st.composite
+def with_features(draw, case):
+    lengths = [name for name in ["one", *LENGTHS] if draw(st.booleans())]
+    chunks = st.one_of(st.just(0), st.integers(1, 2 * case.seqlen_k))
+    return replace(
+        case,
+        chunk=draw(chunks),
+        softcap=draw(st.sampled_from([None, 0.0, 0.5, 3.0, 40.0])),
+        alibi=draw(st.sampled_from(["", "h", "bh"])),
+        sinks=draw(st.booleans()),
+        lengths=" ".join(lengths) if lengths != ["one"] else "",
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        bias_dtype=draw(st.sampled_from(["", *DTYPES])),
     )
 
 
@@ -64,22 +86,44 @@ def laid_out(a, layout):
             return np.ascontiguousarray(a[..., ::-1, ::-1])[..., ::-1, ::-1]
         case "strided":
             return np.repeat(a, 2, axis=-1)[..., 1::2]
-        case "swapped":
+        case "swapped" if a.dtype.kind == "f":  # others have one byte order
             return a.astype(a.dtype.newbyteorder())
     return a
 
 
-@given(case=cases(), layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3), seed=st.integers(0, 99))
-@FUZZ
-def test_any_call_agrees_with_the_oracle(backend, case, layouts, seed):
+def assert_agrees_with_the_oracle(backend, case, layouts, seed):
     arrays, flags = case.arrays(seed), case.flags(seed)
     q, k, v = map(laid_out, arrays, layouts)
-    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, case.dtype)
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, arrays[0].dtype)
     _, lse = fastattn.attention(q, k, v, **flags, return_lse=True, out=out, backend=backend)
+    if flags.pop("dropout_seed", None) is not None:
+        flags["keep"] = fastattn.dropout_mask(
+            case.shape("bhqk"), dropout_p=case.dropout_p, dropout_seed=seed + 3
+        )
     exact, formula = oracle.judge(*arrays, **flags)
     # Few numbers make a poor estimate of the formula's error, so the floor does the work here.
     oracle.assert_within_budget(out, exact[0], formula[0], floor=16)
     oracle.assert_within_budget(lse, exact[1], formula[1], floor=16)
+
+
+ANY_CALL = {
+    "case": cases(DTYPES, features=True),
+    "layouts": st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
+    "seed": st.integers(0, 99),
+}
+
+
+@given(**ANY_CALL)
+@settings(FUZZ, max_examples=200)
+def test_any_call_agrees_with_the_oracle(backend, case, layouts, seed):
+    assert_agrees_with_the_oracle(backend, case, layouts, seed)
+
+
+@pytest.mark.slow
+@given(**ANY_CALL)
+@settings(FUZZ, max_examples=2000, derandomize=False)
+def test_many_calls_agree_with_the_oracle(backend, case, layouts, seed):
+    assert_agrees_with_the_oracle(backend, case, layouts, seed)
 
 
 def attend(backend, *arrays, **flags):
@@ -87,7 +131,7 @@ def attend(backend, *arrays, **flags):
 
 
 def tolerance(case):
-    return 64 * np.finfo(case.dtype).eps
+    return 64 * oracle.EPS[case.dtype]
 
 
 def merged(parts):
@@ -150,6 +194,13 @@ SAME_BITS = [
     Case("bits", 1, 5000, 32, batch=3, heads_q=4, heads_kv=1, causal=True),
     Case("bits", 3, 2500, 64, batch=2, heads_q=2, bias="hqk", dtype="float64"),
     Case("bits", 33, 65, 8, batch=2, heads_q=2, bias="qk", mask="b1qk"),
+    Case("bits", 70, 301, 16, batch=3, heads_q=4, heads_kv=2, softcap=3.0, alibi="bh", causal=True),
+    Case("bits", 33, 1500, 16, batch=3, heads_q=2, sinks=True, chunk=700),
+    Case("bits", 40, 700, 16, batch=3, heads_q=4, heads_kv=2, lengths="kv_len kv_start"),
+    Case("bits", 1, 5000, 32, batch=3, heads_q=4, heads_kv=1, lengths="kv_len", causal=True),
+    Case("bits", 40, 700, 16, batch=3, lengths="kv_len kv_start align", window=(90, 3), alibi="h"),
+    Case("bits", 70, 301, 24, batch=2, heads_q=2, causal=True, dtype="float16"),
+    Case("bits", 70, 301, 24, batch=2, heads_q=2, causal=True, dtype="bfloat16"),
 ]
 
 
@@ -157,9 +208,14 @@ def assert_same(backend, case, found, expected):
     """The compiled kernels promise the same bits; BLAS, which chooses by size, does not."""
     for a, b in zip(found, expected, strict=True):
         if backend == "numpy":
+            a, b = a.astype(float), b.astype(float)
             np.testing.assert_allclose(a, b, rtol=0, atol=tolerance(case))
         else:
             np.testing.assert_array_equal(a, b)
+
+
+# Axes of an argument that has one value for each batch entry.
+AXES_IN_BATCH = {"mask": 4, "bias": 4, "alibi": 2, "kv_len": 1, "kv_start": 1, "align": 1}
 
 
 @pytest.mark.parametrize("case", SAME_BITS, ids=str)
@@ -168,7 +224,7 @@ def test_neighbours_in_the_batch_do_not_matter(case, backend):
     out, lse = attend(backend, *arrays, **flags)
     for slot in range(case.batch):
         alone = {
-            name: value[slot] if name in ("mask", "bias") and value.ndim == 4 else value
+            name: value[slot] if np.ndim(value) == AXES_IN_BATCH.get(name) else value
             for name, value in flags.items()
         }
         found = attend(backend, *(a[slot] for a in arrays), **alone)
@@ -190,10 +246,14 @@ def test_queries_in_several_calls(case, rows, backend):
     q, k, v = case.arrays()
     flags = case.flags()
     expected = attend(backend, q, k, v, **flags)
+    keys = flags.get("kv_len", case.seqlen_k) - flags.get("kv_start", 0)
+    align = flags["align"]
+    if isinstance(align, str):
+        align = keys - case.seqlen_q
     starts = range(0, min(case.seqlen_q, 10 * rows), rows)
     for start in starts:
         part = slice(start, min(start + rows, case.seqlen_q))
-        piece = flags | {"align": case.seqlen_k - case.seqlen_q + start}
+        piece = flags | {"align": align + start}
         for name in ("mask", "bias"):
             if name in flags and flags[name].shape[-2] > 1:
                 piece[name] = flags[name][..., part, :]

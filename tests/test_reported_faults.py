@@ -133,6 +133,26 @@ def test_A10_uninitialised_cache_tail(backend):
         k[slot, :, length:] = v[slot, :, length:] = np.nan
     mask = np.arange(128) < np.array(lengths)[:, None, None, None]
     out, lse = attend(backend, q, k, v, mask=mask)
+    assert_slots_are_cut(backend, q, k, v, lengths, out, lse)
+
+
+def test_A10_cache_of_known_lengths(backend):
+    """The same by kv_len, with a left pad of NaN as well."""
+    q, k, v = Case("A10", 3, 128, 32, batch=4, heads_q=4, heads_kv=2).arrays()
+    lengths = np.array([32, 64, 96, 48])
+    for slot, length in enumerate(lengths):
+        k[slot, :, length:] = v[slot, :, length:] = np.nan
+    out, lse = attend(backend, q, k, v, kv_len=lengths)
+    assert_slots_are_cut(backend, q, k, v, lengths, out, lse)
+    k[:, :, :9] = v[:, :, :9] = np.inf
+    out, _ = attend(backend, q, k, v, kv_len=lengths, kv_start=9, causal=True)
+    for slot, length in enumerate(lengths):
+        cut = k[slot, :, 9:length], v[slot, :, 9:length]
+        expected, _ = attend(backend, q[slot], *cut, causal=True)
+        np.testing.assert_allclose(out[slot], expected, rtol=0, atol=1e-6)
+
+
+def assert_slots_are_cut(backend, q, k, v, lengths, out, lse):
     for slot, length in enumerate(lengths):
         cut = k[slot, :, :length], v[slot, :, :length]
         expected, expected_lse = attend(backend, q[slot], *cut)
@@ -147,6 +167,15 @@ def test_A11_nan_query_is_not_zero(backend):
         out, lse = attend(backend, np.full_like(q, np.nan), k, v, **flags)
         assert np.isnan(out).all()
         assert np.isnan(lse).all()
+
+
+def test_A13_half_mask_of_its_smallest_number(backend):
+    """-65504 plus a score overflowed to -inf in float16, then NaN."""
+    half = np.float16
+    q, k, v = column(-1, dtype=half), column(20, 40, dtype=half), column(1, 2, dtype=half)
+    out, _ = attend(backend, q, k, v, bias=np.full((1, 2), -65504, half), scale=1)
+    assert out.dtype == half
+    assert out.ravel() == 1
 
 
 def test_A14_float_zeros_and_ones_are_added(backend):
@@ -336,6 +365,19 @@ def test_C05_read_only_inputs(backend):
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_C07_halves(dtype, backend):
+    """Half-precision arrays failed typing; they are converted inside, and rounded once."""
+    for case in (Case("C07", 20, 33, dtype=dtype), Case("C07", 1, 300, 64, dtype=dtype)):
+        q, k, v = case.arrays()
+        out, lse = fastattn.attention(q, k, v, return_lse=True, backend=backend)
+        assert out.dtype == q.dtype
+        assert lse.dtype == F4
+        wide, wide_lse = attend(backend, *(a.astype(F4) for a in (q, k, v)))
+        np.testing.assert_array_equal(out, wide.astype(q.dtype))
+        np.testing.assert_array_equal(lse, wide_lse)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "complex64", "bool", "object"])
 def test_C07_C08_dtypes_that_differ(dtype, backend):
     """Mixed and integer dtypes crashed deep inside; they are refused by name."""
@@ -343,7 +385,7 @@ def test_C07_C08_dtypes_that_differ(dtype, backend):
     for n in range(3):
         changed = [a.astype(dtype) if m == n else a for m, a in enumerate(arrays)]
         with pytest.raises(
-            TypeError, match=r"must (be float32 or float64|have the same dtype), got"
+            TypeError, match=r"must (be float16, .* or float64|have the same dtype), got"
         ):
             fastattn.attention(*changed, backend=backend)
 
@@ -405,6 +447,35 @@ def test_D07_values_of_another_width(case, backend):
     """head_dim_v unlike head_dim crashed, or the scale came from the wrong one."""
     out = assert_exact(backend, *case.arrays())
     assert out.shape[-1] == case.head_dim_v
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k"),
+    case_id(
+        [
+            ("D03", [0, 1, 0, 1], [0, 3, 0, 5]),
+            ("D03-no-keys", [2, 0, 3], [0, 4, 7]),
+            ("D03-nothing", [0, 0], [0, 0]),
+            ("D03-one", [5], [9]),
+        ]
+    ),
+)
+def test_packed_members_of_no_length(lengths_q, lengths_k, backend, rng):
+    """Zero-length members and a longest member of one row crashed or shifted the others."""
+    q = rng.standard_normal((sum(lengths_q), 9, 64), dtype=F4)
+    k, v = (rng.standard_normal((sum(lengths_k), 3, 64), dtype=F4) for _ in "kv")
+    edges_q, edges_k = (np.cumsum([0, *lengths]) for lengths in (lengths_q, lengths_k))
+    out, lse = fastattn.attention_varlen(
+        q, k, v, edges_q, edges_k, causal=True, return_lse=True, backend=backend
+    )
+    assert out.shape == q.shape
+    assert lse.shape == (9, len(q))
+    for b in range(len(lengths_q)):
+        rows, keys = slice(*edges_q[b : b + 2]), slice(*edges_k[b : b + 2])
+        dense = (a.swapaxes(0, 1) for a in (q[rows], k[keys], v[keys]))
+        expected, expected_lse = attend(backend, *dense, causal=True)
+        np.testing.assert_allclose(out[rows].swapaxes(0, 1), expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(lse[:, rows], expected_lse, rtol=0, atol=1e-6)
 
 
 def test_D09_ranks(backend):
@@ -474,6 +545,22 @@ def test_F01_large_scores(backend):
     np.testing.assert_allclose(lse.ravel(), 64 * 300 * 300 / 8, rtol=1e-6)
 
 
+def test_F01_large_scores_in_half_precision(backend):
+    """Scores beyond 65504 overflowed float16."""
+    half = np.float16
+    q = np.full((1, 1, 1, 64), 300, half)
+    k = np.stack([np.full(64, 300, half), np.full(64, 299, half)])[None, None]
+    out, lse = fastattn.attention(q, k, column(1, 2, dtype=half), return_lse=True, backend=backend)
+    assert out.ravel() == 1
+    np.testing.assert_allclose(lse.ravel(), 64 * 300 * 300 / 8, rtol=1e-6)
+
+
+def test_F04_softcap(backend):
+    """tanh(x * cap) instead of cap * tanh(x / cap)."""
+    out, _ = attend(backend, column(3), column(1, 0), column(1, 0), scale=1, softcap=2)
+    np.testing.assert_allclose(out.ravel(), 0.859398, atol=1e-6)
+
+
 def test_F06_long_sequences_with_a_mask(backend, rng):
     """Rows of a long masked call were wrong."""
     q, k, v = (rng.standard_normal((1, 4096, 16), dtype=F4) for _ in "qkv")
@@ -485,12 +572,28 @@ def test_F06_long_sequences_with_a_mask(backend, rng):
         np.testing.assert_allclose(out[:, row : row + 1], exact, rtol=0, atol=2e-6)
 
 
-def test_F07_dropout_is_refused():
-    """Dropout was rescaled wrongly; here it is not there, and says so."""
-    q = np.ones((1, 1, 2, 2), F4)
-    for p in (0.5, 1.0):
-        with pytest.raises(NotImplementedError, match="dropout_p must be 0"):
-            fastattn.scaled_dot_product_attention(q, q, q, None, p)
+def test_F07_dropout(backend):
+    """Dropout was rescaled wrongly, NaN at p = 1, or different in every run."""
+    q, v = np.ones((1, 1, 10000, 2), F4), np.ones((1, 1, 16, 1), F4)
+    k = q[..., :16, :]
+    zeros, _ = attend(backend, q, k, v, dropout_p=1.0, dropout_seed=0)
+    assert not zeros.any()
+    half, lse = attend(backend, q, k, v, dropout_p=0.5, dropout_seed=0)
+    assert abs(half.mean() - 1) < 0.05
+    again, _ = attend(backend, q, k, v, dropout_p=0.5, dropout_seed=0)
+    np.testing.assert_array_equal(again, half)
+    np.testing.assert_array_equal(lse, attend(backend, q, k, v)[1])
+    other, _ = attend(backend, q, k, v, dropout_p=0.5, dropout_seed=1)
+    assert (other != half).any()
+
+
+def test_F07_dropout_of_the_torch_function():
+    q, v = np.ones((1, 1, 10000, 2), F4), np.ones((1, 1, 16, 1), F4)
+    k = q[..., :16, :]
+    assert not fastattn.scaled_dot_product_attention(q, k, v, None, 1.0).any()
+    first, second = (fastattn.scaled_dot_product_attention(q, k, v, None, 0.5) for _ in "ab")
+    assert abs(first.mean() - 1) < 0.05
+    assert (first != second).any()
 
 
 def test_F08_two_calls_are_the_same(backend):
@@ -501,15 +604,30 @@ def test_F08_two_calls_are_the_same(backend):
     np.testing.assert_array_equal(first, again)
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 4, 7])
+def test_F09_distance_of_alibi(seqlen_q, backend):
+    """Sign or origin of ALiBi's distance was wrong where the lengths differ."""
+    q, k, v = Case("F09", seqlen_q, 4, heads_q=1).arrays()
+    i, j = np.arange(seqlen_q)[:, None], np.arange(4)
+    bias = -0.5 * np.abs(i + 4 - seqlen_q - j)
+    slopes = np.array([0.5], F4)
+    for flags in ({}, {"causal": True}):
+        out, lse = attend(backend, q, k, v, alibi=slopes, **flags)
+        expected, expected_lse = attend(backend, q, k, v, bias=bias, **flags)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-6)
+
+
 def test_F10_merging_with_an_empty_part(backend):
     """lse in base 2, or 0 for an empty row, breaks the merge of partial results."""
     q, k, v = Case("F10", 9, 12).arrays()
-    out, lse = attend(backend, q, k, v)
-    nothing, no_lse = attend(backend, q, k, v, mask=np.zeros(12, bool))
-    total = np.logaddexp(lse, no_lse)
-    np.testing.assert_array_equal(total, lse)
-    merged = out * np.exp(lse - total)[..., None] + nothing * np.exp(no_lse - total)[..., None]
-    np.testing.assert_array_equal(merged, out)
+    whole = attend(backend, q, k, v)
+    nothing = attend(backend, q, k, v, mask=np.zeros(12, bool))
+    for merged in (fastattn.merge(*whole, *nothing), fastattn.merge(*nothing, *whole)):
+        for found, expected in zip(merged, whole, strict=True):
+            np.testing.assert_array_equal(found, expected)
+    for found, expected in zip(fastattn.merge(*nothing, *nothing), nothing, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)

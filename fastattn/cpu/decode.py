@@ -9,41 +9,48 @@ from __future__ import annotations
 
 from ..machine import VectorUnit
 from ..problem import Variant
-from .fields import field
+from .fields import BATCH, COUNT, HEAD, INTEGERS, field
+from .forward import read_ranges
+from .memory import address, at, fetch_add, pointer_to
+from .registers import ITEMSIZE, jit
 from .rows import write_rows
-from .simd import ITEMSIZE, at, fetch_add, jit, pointer_to
 from .softmax import merge
 
 
 def combine_kernel(variant: Variant, unit: VectorUnit):
-    """Return the kernel: merge the splits of each row in order, normalise, write out and lse. An
-    item is one row.
+    """Return the kernel: merge the splits of each row in order, normalise, write out and lse.
+
+    An item is one row.
     """
     lanes = unit.lanes(ITEMSIZE[variant.dtype])
-    fold, finish = merge(variant.dtype, lanes), write_rows(variant.dtype, lanes)
-    real, integers = pointer_to(variant.dtype), pointer_to("int64")
+    fold, finish = merge(variant.dtype, lanes), write_rows(variant, lanes)
+    real = pointer_to(variant.dtype)
 
     @jit
-    def combine_row(job, item):
-        rows, heads_kv = field(job, "rows"), field(job, "heads_kv")
+    def combine_row(job, number, scratch):
+        rows, heads_kv, group = field(job, "rows"), field(job, "heads_kv"), field(job, "group")
         num_splits, acc_stride = field(job, "num_splits"), field(job, "acc_stride")
+        item = INTEGERS(scratch)
+        head, row = number // rows, number % rows
+        item[BATCH], item[HEAD] = head // heads_kv, head % heads_kv
+        read_ranges(job, item)
+        if row >= item[COUNT] * group:
+            return
         size = acc_stride + 2
-        acc = at(real(field(job, "partial")), item * num_splits * size)
+        acc = at(real(field(job, "partial")), number * num_splits * size)
         row_max, row_sum = at(acc, acc_stride), at(acc, acc_stride + 1)
         for split in range(1, num_splits):
             part = at(acc, split * size)
             fold(acc, row_max, row_sum, part, part[acc_stride], part[acc_stride + 1], acc_stride)
-        head, row = item // rows, item % rows
-        finish(job, head // heads_kv, head % heads_kv, row, 1, acc, row_max, row_sum)
+        finish(job, item, row, 1, acc, row_max, row_sum)
 
     def combine(job, scratch, quota):
-        counter = integers(field(job, "counter"))
-        num_items = field(job, "num_items")
+        counter, num_items = INTEGERS(field(job, "counter")), field(job, "num_items")
         while quota > 0:
-            item = fetch_add(counter, 1)
-            if item >= num_items:
+            number = fetch_add(counter, 1)
+            if number >= num_items:
                 return 0
-            combine_row(job, item)
+            combine_row(job, number, address(scratch))
             quota -= 1
         return 1
 

@@ -1,4 +1,4 @@
-"""What kernels read of their Job (cpu/job.py)."""
+"""What kernels read of their Job (cpu/job.py), and the numbers of one work item."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from .job import FLOATS, OFFSET
-from .simd import FLOAT, I64, jit, pointer_to
+from .memory import pointer_to
+from .registers import FLOAT, I64, jit
+
+# A work item's own numbers, ITEM_SIZE int64s at the start of its thread's scratch.
+BATCH = 0
+HEAD = 1  # key head
+ROW = 2  # first row; row = query * group + head in group
+COUNT = 3  # rows
+OFFSET_IN_KEYS = 4  # query i stands at key position i + this
+KEYS = 5  # keys of this batch entry
+FIRST_KEY = 6  # where they start in k and v
+FIRST_BIAS = 7  # where they start in mask and bias
+FIRST_QUERY = 8  # where the queries start in q, out and lse
+
+INTEGERS = pointer_to("int64")
 
 
 @intrinsic(prefer_literal=True)
@@ -25,9 +39,6 @@ def field(typingctx, job, name):
     return kind(job, name), codegen
 
 
-INTEGERS = pointer_to("int64")
-
-
 @jit
 def batch_offset(table, stride, b):
     """Elements from the start of an operand to batch b."""
@@ -39,3 +50,23 @@ def next_row(i, r, group):
     """(query, head in group) of the next row. Dividing for each costs 7 % at 128 keys."""
     last = r + 1 == group
     return (i + 1, 0) if last else (i, r + 1)
+
+
+@jit
+def low_key(job, position):
+    """First key that window and chunk let a query at this position see. Grows with the position."""
+    low = position - field(job, "left")
+    chunk = field(job, "chunk")
+    if chunk != 0:
+        low = max(low, position // chunk * chunk)
+    return max(low, 0)
+
+
+@jit
+def high_key(job, position, keys):
+    """The key after the last that it may see, of `keys`. Grows with the position."""
+    high = min(position + field(job, "right") + 1, keys)
+    chunk = field(job, "chunk")
+    if chunk != 0:
+        high = min(high, (position // chunk + 1) * chunk)
+    return high

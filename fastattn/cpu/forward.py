@@ -20,11 +20,30 @@ import numpy as np
 from ..machine import VectorUnit
 from ..problem import Variant
 from . import products, rows
-from .fields import batch_offset, field
-from .masking import mask_block
+from .fields import (
+    BATCH,
+    COUNT,
+    FIRST_BIAS,
+    FIRST_KEY,
+    FIRST_QUERY,
+    HEAD,
+    INTEGERS,
+    KEYS,
+    OFFSET_IN_KEYS,
+    ROW,
+    batch_offset,
+    field,
+    high_key,
+    low_key,
+    next_row,
+)
+from .job import ITEM_SIZE
+from .masking import mask_block, scores_block
+from .memory import address, at, fetch_add, pointer_to
 from .microkernel import pack_k, pack_v, tile_shape
-from .simd import ITEMSIZE, address, at, fetch_add, jit, pointer_to
-from .softmax import merge, row_update
+from .random import row_key
+from .registers import ITEMSIZE, jit
+from .softmax import drop_row, merge, row_update
 
 
 @functools.cache
@@ -37,21 +56,53 @@ def softmax_block(variant: Variant, unit: VectorUnit):
     """
     dtype = variant.dtype
     lanes = unit.lanes(ITEMSIZE[dtype])
-    update = row_update(dtype, lanes)
+    update, drop = row_update(dtype, lanes), drop_row(dtype, lanes)
     add_output = products.output_block(dtype, unit)
     add_carefully = products.careful_product(dtype, unit)
-    scaled, scalar = bool(variant.bias_dtype), getattr(np, dtype)
+    scalar = getattr(np, dtype)
 
     @jit
-    def run(job, count, s, start, stop, v, rs_v, panel_n, first, acc, row_max, row_sum, exclude):
+    def drop_rows(job, item, row, count, n_start, s, start, stop):
+        """Dropout on every row of p."""
+        group, s_stride = field(job, "group"), field(job, "s_stride")
+        keys = INTEGERS(field(job, "dropout_keys"))
+        head = item[BATCH] * group * field(job, "heads_kv") + item[HEAD] * group
+        i, r = row // group, row % group
+        for m in range(count):
+            key = row_key(keys[head + r], i)
+            drop(at(s, m * s_stride), start, stop, n_start, key, field(job, "dropout_threshold"))
+            i, r = next_row(i, r, group)
+
+    @jit
+    def run(
+        job,
+        item,
+        row,
+        count,
+        n_start,
+        s,
+        start,
+        stop,
+        v,
+        rs_v,
+        panel_n,
+        first,
+        acc,
+        row_max,
+        row_sum,
+        exclude,
+    ):
         s_stride, acc_stride = field(job, "s_stride"), field(job, "acc_stride")
-        # Masking has applied the scale where there is a bias to add to it.
+        # Scores that are more than scaled products have been scaled already.
+        scaled = field(job, "changes_scores") != 0
         scale = scalar(1) if scaled else scalar(field(job, "scale_log2"))
         padded = (stop + lanes - 1) // lanes * lanes
         for m in range(count):
             state, total = at(row_max, m), at(row_sum, m)
-            row, out = at(s, m * s_stride), at(acc, m * acc_stride)
-            update(row, start, padded, scale, out, acc_stride, state, total, exclude)
+            scores, out = at(s, m * s_stride), at(acc, m * acc_stride)
+            update(scores, start, padded, scale, out, acc_stride, state, total, exclude)
+        if field(job, "dropout_keys") != 0:
+            drop_rows(job, item, row, count, n_start, s, start, padded)
         p, begin, end = at(s, first), start - first, stop - first
         if exclude:
             for m in range(count):
@@ -65,91 +116,113 @@ def softmax_block(variant: Variant, unit: VectorUnit):
 
 @functools.cache
 def key_block(variant: Variant, unit: VectorUnit):
-    """Kernel: all rows of a work item against the keys [n_start, n_stop) of one block.
+    """Kernel: all rows of a work item against the keys from n_start of one block.
 
     panels  scratch for the packed keys, then the packed values
     s       scratch for the scores of mc rows, then for a few registers
     """
-    dtype = variant.dtype
+    dtype, storage = variant.dtype, variant.storage
     lanes = unit.lanes(ITEMSIZE[dtype])
     nr = tile_shape(unit)[1] * lanes
-    pack_keys, pack_values = pack_k(dtype, unit), pack_v(dtype, unit)
-    score_packed, score_few = products.score_block(dtype, unit), products.few_scores(dtype, unit)
-    apply_mask, fold = mask_block(variant, unit), softmax_block(variant, unit)
-    real, masked = pointer_to(dtype), variant.has_mask or bool(variant.bias_dtype)
+    pack_keys, pack_values = pack_k(dtype, unit, storage), pack_v(dtype, unit, storage)
+    score_packed = products.score_block(dtype, unit)
+    score_few = products.few_scores(dtype, unit, storage)
+    change, apply_mask = scores_block(dtype, lanes), mask_block(dtype, lanes)
+    fold = softmax_block(variant, unit)
+    stored, real, as_stored = pointer_to(storage), pointer_to(dtype), storage == dtype
     few_rows = products.FEW_ROWS
 
     @jit
-    def run(job, b, g, row, count, n_start, n_stop, q_rows, acc, row_max, row_sum, panels, s):
+    def run(job, item, n_start, q_rows, acc, row_max, row_sum, panels, s):
         head_dim, head_dim_v = field(job, "head_dim"), field(job, "head_dim_v")
-        group, offset = field(job, "group"), field(job, "offset")
-        left, right = field(job, "left"), field(job, "right")
-        mc, s_stride, acc_stride = (
-            field(job, "mc"),
-            field(job, "s_stride"),
-            field(job, "acc_stride"),
-        )
-        block_n = field(job, "block_n")
+        mc, s_stride = field(job, "mc"), field(job, "s_stride")
+        acc_stride, block_n = field(job, "acc_stride"), field(job, "block_n")
+        group, row, count = field(job, "group"), item[ROW], item[COUNT]
         spare = at(s, mc * s_stride)
-        width = n_stop - n_start
-        # Keys that some row sees, and keys that every row sees.
-        top, bottom = row // group + offset, (row + count - 1) // group + offset
-        first = max(top - left - n_start, 0) // nr * nr
-        last = min(bottom + right + 1 - n_start, width)
+        # Whether a key may be hidden anywhere, and not only at the edges of the window.
+        hides = field(job, "mask") != 0 or field(job, "bias") != 0
+        # Keys that some row sees, and whether all rows see all of them.
+        width = min(item[KEYS] - n_start, block_n)
+        top = row // group + item[OFFSET_IN_KEYS]
+        bottom = (row + count - 1) // group + item[OFFSET_IN_KEYS]
+        first = max(low_key(job, top) - n_start, 0) // nr * nr
+        last = min(high_key(job, bottom, item[KEYS]) - n_start, width)
         if first >= last:
             return
         keys = last - first
-        shared = bottom - left - n_start <= first and top + right + 1 - n_start >= last
+        shared = (
+            low_key(job, bottom) - n_start <= first
+            and high_key(job, top, item[KEYS]) - n_start >= last
+        )
         k_row, k_col = field(job, "k_row"), field(job, "k_col")
         v_row, v_col = field(job, "v_row"), field(job, "v_col")
-        k = at(real(field(job, "k")), batch_offset(field(job, "k_table"), field(job, "k_batch"), b))
-        v = at(real(field(job, "v")), batch_offset(field(job, "v_table"), field(job, "v_batch"), b))
-        k = at(k, g * field(job, "k_head") + (n_start + first) * k_row)
-        v = at(v, g * field(job, "v_head") + (n_start + first) * v_row)
+        place = item[FIRST_KEY] + n_start + first
+        k_at = batch_offset(field(job, "k_table"), field(job, "k_batch"), item[BATCH])
+        v_at = batch_offset(field(job, "v_table"), field(job, "v_batch"), item[BATCH])
+        k_at += item[HEAD] * field(job, "k_head") + place * k_row
+        v_at += item[HEAD] * field(job, "v_head") + place * v_row
+        k, v = at(stored(field(job, "k")), k_at), at(stored(field(job, "v")), v_at)
 
-        # Packing pays if enough rows use it; values are also packed where some may be excluded.
+        # Packing pays if enough rows use it. Values are also packed where some may be excluded, and
+        # where they have to be converted.
         few = count <= few_rows
         keys_lie = few and k_col == 1
-        values_lie = few and v_col == 1 and acc_stride == head_dim_v and shared and not masked
+        values_lie = few and v_col == 1 and acc_stride == head_dim_v and shared
+        values_lie = values_lie and as_stored and not hides
         unsafe = 0
         if not keys_lie:
             pack_keys(k, k_row, k_col, keys, head_dim, at(panels, first * head_dim))
-        values, panel_n = v, 0
+        values, panel_n = real(address(v)), 0
         if not values_lie:
             values, panel_n = at(panels, block_n * head_dim), block_n
             unsafe = pack_values(v, v_row, v_col, keys, block_n, head_dim_v, values)
 
         for m in range(0, count, mc):
             here = min(mc, count - m)
-            top, bottom = (row + m) // group + offset, (row + m + here - 1) // group + offset
-            start = max(top - left - n_start, first) // nr * nr
-            stop = min(bottom + right + 1 - n_start, last)
+            top = (row + m) // group + item[OFFSET_IN_KEYS]
+            bottom = (row + m + here - 1) // group + item[OFFSET_IN_KEYS]
+            start = max(low_key(job, top) - n_start, first) // nr * nr
+            stop = min(high_key(job, bottom, item[KEYS]) - n_start, last)
             if start >= stop:
                 continue
             padded = (stop + lanes - 1) // lanes * lanes
+            q = at(q_rows, m * head_dim)
             if keys_lie:
                 ahead = head_dim_v if values_lie else 0
                 to = at(s, first)
-                score_few(
-                    q_rows, count, head_dim, k, k_row, keys, to, s_stride, v, v_row, ahead, spare
-                )
+                score_few(q, here, head_dim, k, k_row, keys, to, s_stride, v, v_row, ahead, spare)
             else:
-                q = at(q_rows, m * head_dim)
                 score_packed(q, here, head_dim, panels, start, padded, s, s_stride)
-            # Columns that every row sees need no window: only those around them are masked.
-            full_start = max(bottom - left - n_start, start)
-            full_stop = min(top + right + 1 - n_start, width)
-            partial = masked or full_start > start or full_stop < padded
+            if field(job, "changes_scores") != 0:
+                change(job, item, row + m, here, n_start, start, padded, s, spare)
+            # Columns that every row sees need no mask: only those around them are masked.
+            full_start = max(low_key(job, bottom) - n_start, start)
+            full_stop = min(high_key(job, top, item[KEYS]) - n_start, padded)
+            full_start = min((full_start + lanes - 1) // lanes * lanes, padded)
+            full_stop = max(full_stop // lanes * lanes, full_start)
+            if hides:
+                full_start = full_stop = padded
+            partial = full_start > start or full_stop < padded
             if partial:
-                full_start = min((full_start + lanes - 1) // lanes * lanes, padded)
-                full_stop = max(full_stop // lanes * lanes, full_start)
-                if masked:
-                    full_start = full_stop = padded
-                apply_mask(job, b, g, row + m, here, n_start, start, full_start, width, s, spare)
-                apply_mask(job, b, g, row + m, here, n_start, full_stop, padded, width, s, spare)
+                apply_mask(
+                    job,
+                    item,
+                    row + m,
+                    here,
+                    n_start,
+                    start,
+                    full_start,
+                    full_stop,
+                    padded,
+                    s,
+                    spare,
+                )
             fold(
                 job,
+                item,
+                row + m,
                 here,
+                n_start,
                 s,
                 start,
                 stop,
@@ -166,39 +239,67 @@ def key_block(variant: Variant, unit: VectorUnit):
     return run
 
 
+@jit
+def describe_item(job, number, item):
+    """Fill in a work item's numbers; return which split of the keys it is."""
+    heads_kv, block_m, group = field(job, "heads_kv"), field(job, "block_m"), field(job, "group")
+    m_blocks, num_splits = field(job, "m_blocks"), field(job, "num_splits")
+    heads = field(job, "num_items") // (m_blocks * num_splits)
+    # The last rows first: under a causal mask they see most, and the large items should not come
+    # last.
+    m_block = m_blocks - 1 - number // (heads * num_splits)
+    head = number % heads
+    item[BATCH], item[HEAD] = head // heads_kv, head % heads_kv
+    item[ROW] = m_block * block_m
+    read_ranges(job, item)
+    item[COUNT] = min(block_m, item[COUNT] * group - item[ROW])
+    return number // heads % num_splits
+
+
+@jit
+def read_ranges(job, item):
+    """Fill in what a batch entry has of its own; item[COUNT] becomes its number of queries."""
+    item[COUNT] = field(job, "rows") // field(job, "group")
+    item[OFFSET_IN_KEYS], item[KEYS] = field(job, "offset"), field(job, "seqlen_k")
+    item[FIRST_KEY], item[FIRST_BIAS], item[FIRST_QUERY] = 0, 0, 0
+    if field(job, "ranges") != 0:
+        ranges = at(INTEGERS(field(job, "ranges")), 4 * item[BATCH])
+        item[COUNT], item[FIRST_KEY], item[OFFSET_IN_KEYS] = ranges[0], ranges[1], ranges[3]
+        item[KEYS], item[FIRST_BIAS] = ranges[2] - ranges[1], ranges[1]
+    if field(job, "starts") != 0:
+        starts = at(INTEGERS(field(job, "starts")), 2 * item[BATCH])
+        item[FIRST_QUERY] = starts[0]
+        item[FIRST_KEY] += starts[1]
+
+
 @functools.cache
 def work_item(variant: Variant, unit: VectorUnit):
     """Kernel: one work item, by its number."""
     dtype = variant.dtype
     lanes = unit.lanes(ITEMSIZE[dtype])
-    pack_q, clear = rows.pack_q(dtype, lanes), rows.clear(dtype, lanes)
-    finish, keep = rows.write_rows(dtype, lanes), rows.keep_partial(dtype, lanes)
+    pack_q, clear = rows.pack_q(variant, lanes), rows.clear(dtype, lanes)
+    finish, keep = rows.write_rows(variant, lanes), rows.keep_partial(dtype, lanes)
     see_keys, fold = key_block(variant, unit), merge(dtype, lanes)
+    real = pointer_to(dtype)
 
     @jit
-    def key_range(job, b, g, row, count, start, stop, q_rows, acc, row_max, row_sum, panels, s):
+    def key_range(job, item, start, stop, q_rows, acc, row_max, row_sum, panels, s):
         """See the key blocks of [start, stop), start a multiple of block_n, in order."""
-        block_n, seqlen_k = field(job, "block_n"), field(job, "seqlen_k")
-        for n in range(start, stop, block_n):
-            n_stop = min(n + block_n, seqlen_k)
-            see_keys(job, b, g, row, count, n, n_stop, q_rows, acc, row_max, row_sum, panels, s)
+        for n in range(start, stop, field(job, "block_n")):
+            see_keys(job, item, n, q_rows, acc, row_max, row_sum, panels, s)
 
     @jit
-    def run(job, item, scratch):
-        heads_kv, block_m = field(job, "heads_kv"), field(job, "block_m")
-        acc_stride, block_n = field(job, "acc_stride"), field(job, "block_n")
+    def run(job, number, scratch):
+        item = INTEGERS(scratch)
+        split = describe_item(job, number, item)
+        row, count = item[ROW], item[COUNT]
+        if count <= 0:
+            return
+        block_m, block_n = field(job, "block_m"), field(job, "block_n")
+        acc_stride, group = field(job, "acc_stride"), field(job, "group")
         split_n, num_splits = field(job, "split_n"), field(job, "num_splits")
-        group, offset = field(job, "group"), field(job, "offset")
-        heads = field(job, "num_items") // (field(job, "m_blocks") * num_splits)
-        # The last rows first: under a causal mask they see most, and the large items should not
-        # come last.
-        m_block = field(job, "m_blocks") - 1 - item // (heads * num_splits)
-        split, head = item // heads % num_splits, item % heads
-        b, g = head // heads_kv, head % heads_kv
-        row = m_block * block_m
-        count = min(block_m, field(job, "rows") - row)
-        # scratch: q_rows, acc, later acc, their states, packed keys and values, scores
-        q_rows = scratch
+        # scratch: item, q_rows, acc, later acc, their states, packed keys and values, scores
+        q_rows = real(scratch + 8 * ITEM_SIZE)
         acc = at(q_rows, block_m * field(job, "head_dim"))
         later = at(acc, block_m * acc_stride)
         row_max = at(later, block_m * acc_stride)
@@ -206,34 +307,28 @@ def work_item(variant: Variant, unit: VectorUnit):
         later_sum = at(row_max, 3 * block_m)
         panels = at(row_max, 4 * block_m)
         s = at(panels, block_n * (field(job, "head_dim") + acc_stride))
-        pack_q(job, b, g, row, count, q_rows)
+        pack_q(job, item, row, count, q_rows)
         clear(acc, row_max, row_sum, count, acc_stride)
-        start = max(row // group + offset - field(job, "left"), 0)
-        stop = (row + count - 1) // group + offset + field(job, "right") + 1
-        stop = min(stop, field(job, "seqlen_k"))
+        start = low_key(job, row // group + item[OFFSET_IN_KEYS])
+        stop = high_key(job, (row + count - 1) // group + item[OFFSET_IN_KEYS], item[KEYS])
         if num_splits > 1:
             start, stop = max(start, split * split_n), min(stop, (split + 1) * split_n)
         start = start // block_n * block_n
         end = min((start // split_n + 1) * split_n, stop)
-        key_range(job, b, g, row, count, start, end, q_rows, acc, row_max, row_sum, panels, s)
+        key_range(job, item, start, end, q_rows, acc, row_max, row_sum, panels, s)
         for n in range(end, stop, split_n):
             clear(later, later_max, later_sum, count, acc_stride)
             end = min(n + split_n, stop)
-            key_range(job, b, g, row, count, n, end, q_rows, later, later_max, later_sum, panels, s)
+            key_range(job, item, n, end, q_rows, later, later_max, later_sum, panels, s)
             for m in range(count):
-                fold(
-                    at(acc, m * acc_stride),
-                    at(row_max, m),
-                    at(row_sum, m),
-                    at(later, m * acc_stride),
-                    later_max[m],
-                    later_sum[m],
-                    acc_stride,
-                )
+                place = m * acc_stride
+                to, more = at(acc, place), at(later, place)
+                total = at(row_sum, m)
+                fold(to, at(row_max, m), total, more, later_max[m], later_sum[m], acc_stride)
         if num_splits > 1:
-            keep(job, b, g, row, count, split, acc, row_max, row_sum)
+            keep(job, item, row, count, split, acc, row_max, row_sum)
         else:
-            finish(job, b, g, row, count, acc, row_max, row_sum)
+            finish(job, item, row, count, acc, row_max, row_sum)
 
     return run
 
@@ -241,16 +336,14 @@ def work_item(variant: Variant, unit: VectorUnit):
 def forward_kernel(variant: Variant, unit: VectorUnit):
     """Return the kernel: draw work items until none is left; see cpu/job.py for its argument."""
     do_item = work_item(variant, unit)
-    real, integers = pointer_to(variant.dtype), pointer_to("int64")
 
     def forward(job, scratch, quota):
-        counter, num_items = integers(field(job, "counter")), field(job, "num_items")
-        scratch_address = address(scratch)
+        counter, num_items = INTEGERS(field(job, "counter")), field(job, "num_items")
         while quota > 0:
-            item = fetch_add(counter, 1)
-            if item >= num_items:
+            number = fetch_add(counter, 1)
+            if number >= num_items:
                 return 0
-            do_item(job, item, real(scratch_address))
+            do_item(job, number, address(scratch))
             quota -= 1
         return 1
 

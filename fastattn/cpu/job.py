@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 # Each operand has an address (0 if absent), the address of `batch` int64 offsets for leading
 # dimensions that no single stride describes (0 where one does), and strides in elements, 0 where an
@@ -16,6 +18,8 @@ PARTS = ("", "_table", "_batch", "_head", "_row", "_col")
 FIELDS = (
     "scale_log2",  # float64: |scale| / ln 2, as the kernel works in base 2; 1 if scale is 0
     "q_sign",  # float64: the sign of scale, -1, 0 or 1
+    "softcap",  # float64: 0 if off
+    "dropout_factor",  # float64: 1 / (1 - dropout_p), or 0
     "heads_kv",
     "group",
     "rows",  # group * seqlen_q: rows that share a key head, ordered (query, head in group)
@@ -25,6 +29,8 @@ FIELDS = (
     "offset",
     "left",
     "right",
+    "chunk",
+    "dropout_threshold",  # numbers below it, of 2**32, drop
     "block_m",
     "m_blocks",
     "block_n",
@@ -34,13 +40,25 @@ FIELDS = (
     "split_n",
     "num_splits",
     "num_items",
+    "changes_scores",  # 1 if a bias, softcap or ALiBi is to be applied to scores, else 0
+    "bias_kind",  # how the bias is stored: see BIAS_KINDS
     "counter",  # address of the int64 from which threads draw work items
-    "lse",  # address of (batch, heads_q, seqlen_q, 2): base-2 reference and sum of each row, or 0
+    "lse",  # address of (*lse.shape, 2): base-2 reference and sum of each row, or 0
+    "lse_batch",  # its strides, in rows
+    "lse_head",
     # address of (batch, heads_kv, rows, num_splits, acc_stride + 2): acc, reference, sum; or 0
     "partial",
+    "alibi",  # address of (batch, heads_q) slopes
+    "sinks",  # address of (heads_q,)
+    "ranges",  # address of (batch, 4) int64: Operands.ranges, or 0
+    "starts",  # address of (batch, 2) int64: Operands.starts, or 0
+    "dropout_keys",  # address of (batch, heads_q) uint64: dropout.head_keys()
     *(operand + part for operand in OPERANDS for part in PARTS),
 )
-FLOATS = ("scale_log2", "q_sign")
+FLOATS = ("scale_log2", "q_sign", "softcap", "dropout_factor")
+ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
+# How a bias is stored, by bias_kind; 0 is no bias.
+BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
 OFFSET = {name: 8 * index for index, name in enumerate(FIELDS)}  # bytes
 _PACKER = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in FIELDS))
 _Buffer = ctypes.c_char * _PACKER.size
@@ -53,3 +71,21 @@ def pack(values: Iterable[float]) -> ctypes.Array:
     job = _Buffer()
     _PACKER.pack_into(job, 0, *values)
     return job
+
+
+def aux_table(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """int64 table of the aux arrays of a modifier: of each the address, its sizes, and its strides
+    in elements. Keep it, and the arrays, alive while a kernel runs.
+    """
+    return np.array(
+        [
+            number
+            for array in arrays
+            for number in (
+                array.__array_interface__["data"][0],
+                *array.shape,
+                *(stride // array.itemsize for stride in array.strides),
+            )
+        ],
+        np.int64,
+    )

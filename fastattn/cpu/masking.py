@@ -1,4 +1,6 @@
-"""Bias, mask and window on scores: everything that hides a key from a row in a partial block."""
+"""What is done to scores before the softmax: softcap, modifiers, bias, ALiBi; and what hides a key
+from a row: window, chunk, mask, bias of -inf.
+"""
 
 from __future__ import annotations
 
@@ -6,109 +8,217 @@ import functools
 
 import numpy as np
 
-from ..machine import VectorUnit
-from ..problem import Variant
-from .fields import batch_offset, field, next_row
-from .simd import ITEMSIZE, at, element_loader, jit, operations, pointer_to
+from .fields import (
+    BATCH,
+    FIRST_BIAS,
+    HEAD,
+    KEYS,
+    OFFSET_IN_KEYS,
+    batch_offset,
+    field,
+    high_key,
+    low_key,
+    next_row,
+)
+from .job import BIAS_KINDS
+from .memory import at, element_loader, pointer_to
+from .registers import jit
+from .simd import operations
 
 LOG2_E = 1.4426950408889634  # 1 / ln 2
+LN_2 = 0.6931471805599453
 
 
 @functools.cache
-def mask_row(variant: Variant, unit: VectorUnit):
-    """Kernel: apply bias, mask and window to one row of scores, before any maximum is taken.
+def bias_reader(dtype: str, lanes: int):
+    """(read, element): a register of bias from an address, and one element; both as dtype."""
+    simd = operations(dtype, lanes)
+    f32, f64, f16, bf16 = (pointer_to(kind) for kind in BIAS_KINDS[1:])
+    load_32, load_64, load_16, load_b16 = (simd.loader(kind) for kind in BIAS_KINDS[1:])
+    one_32, one_64, one_16, one_b16 = (element_loader(kind, dtype) for kind in BIAS_KINDS[1:])
 
-    s          products q·k [start, stop), multiples of lanes, of the block's keys; with a bias they
-               become base-2 logits, scaled, else they stay unscaled
-    low, high  the window: keys [low, high) of the block are visible
-    width      keys of the block that exist; none at or past it is read from mask or bias
+    @jit
+    def read(address, index, kind):
+        if kind == 1:
+            return load_32(f32(address), index)
+        if kind == 2:
+            return load_64(f64(address), index)
+        if kind == 3:
+            return load_16(f16(address), index)
+        return load_b16(bf16(address), index)
+
+    @jit
+    def element(address, index, kind):
+        if kind == 1:
+            return one_32(f32(address), index)
+        if kind == 2:
+            return one_64(f64(address), index)
+        if kind == 3:
+            return one_16(f16(address), index)
+        return one_b16(bf16(address), index)
+
+    return read, element
+
+
+@functools.cache
+def scores_row(dtype: str, lanes: int):
+    """Kernel: take one row of products q·k to base-2 logits, where they are more than scaled.
+
+    The order is scale, softcap, bias, ALiBi. Keys that a bias of -inf excludes become -inf.
+
+    s          products, [start, stop), multiples of lanes
+    width      keys of the block that exist; none at or past it is read
+    scale      to base 2
+    softcap    in natural units, 0 if off
+    distance   position of the query less that of s[0]
+    slope      of ALiBi, in base 2, 0 if off
+    bias, kind address of the row's first bias, less bias_at elements; how it is stored
     spare      one register of scratch
     """
-    lanes = unit.lanes(ITEMSIZE[variant.dtype])
-    simd = operations(variant.dtype, lanes)
-    load, store, load_bytes, where = simd.load, simd.store, simd.load_bytes, simd.where
-    vmax, vmin, iota, splat = simd.vmax, simd.vmin, simd.iota, simd.splat
-    storage = variant.bias_dtype or variant.dtype
-    load_bias, one_bias = simd.loader(storage), element_loader(storage, variant.dtype)
-    has_mask, has_bias = variant.has_mask, bool(variant.bias_dtype)
-    scalar, limits = getattr(np, variant.dtype), np.finfo(variant.dtype)
+    simd = operations(dtype, lanes)
+    load, store, where, tanh = simd.load, simd.store, simd.where, simd.tanh
+    vmax, vmin, iota, splat, fabs = simd.vmax, simd.vmin, simd.iota, simd.splat, simd.fabs
+    read, element = bias_reader(dtype, lanes)
+    scalar, limits = getattr(np, dtype), np.finfo(dtype)
     neg_inf, inf, log2_e = scalar(-np.inf), scalar(np.inf), scalar(LOG2_E)
     lowest, highest = scalar(limits.min), scalar(limits.max)
 
     @jit
-    def run(s, start, stop, low, high, width, scale, mask, mask_col, bias, bias_col, spare):
+    def biased(x, n, width, bias, bias_at, col, kind, spare):
+        if n + lanes <= width and col == 1:
+            y = read(bias, bias_at + n, kind)
+        else:
+            for i in range(lanes):
+                place = bias_at + (n + i) * col
+                spare[i] = element(bias, place, kind) if n + i < width else neg_inf
+            y = load(spare, 0)
+        # A finite bias must stay finite in base 2: finfo.min * log2(e) is -inf. This order keeps
+        # NaN.
+        base_2 = vmin(splat(highest), vmax(splat(lowest), y * log2_e))
+        return where(y == neg_inf, neg_inf, x + where(y == inf, inf, base_2))
+
+    @jit
+    def run(
+        s, start, stop, width, scale, softcap, distance, slope, bias, bias_at, col, kind, spare
+    ):
         for n in range(start, stop, lanes):
-            j = iota(n)
-            visible = (j >= low) & (j < high)
-            x = load(s, n)
-            inside = n + lanes <= width
-            if has_bias:
-                if inside and bias_col == 1:
-                    y = load_bias(bias, n)
-                else:
-                    for i in range(lanes):
-                        exists = n + i < width
-                        spare[i] = one_bias(bias, (n + i) * bias_col) if exists else neg_inf
-                    y = load(spare, 0)
-                visible = visible & (y != neg_inf)
-                # A finite bias must stay finite in base 2: finfo.min * log2(e) is -inf. This order
-                # keeps NaN.
-                base_2 = vmin(splat(highest), vmax(splat(lowest), y * log2_e))
-                x = x * scale + where(y == inf, inf, base_2)
-            if has_mask:
-                if inside and mask_col == 1:
-                    visible = visible & load_bytes(mask, n)
-                else:
-                    for i in range(lanes):
-                        seen = n + i < width and mask[(n + i) * mask_col] != 0
-                        spare[i] = scalar(1) if seen else scalar(0)
-                    visible = visible & (load(spare, 0) > scalar(0))
-            # A minimum and not a select: select between load and store of one place becomes a
-            # masked store (5 x slower on AMD). Excluded: -inf, even where x is NaN. Visible: x, and
-            # +inf for NaN, which makes the row NaN as it must.
-            store(s, n, vmin(x, where(visible, inf, neg_inf)))
+            x = load(s, n) * scale
+            if softcap != scalar(0):
+                x = tanh(x * (scalar(LN_2) / softcap)) * (softcap * log2_e)
+            if kind != 0:
+                x = biased(x, n, width, bias, bias_at, col, kind, spare)
+            if slope != scalar(0):
+                x = x - fabs(iota(n) * scalar(1) - scalar(distance)) * slope
+            store(s, n, x)
 
     return run
 
 
 @functools.cache
-def mask_block(variant: Variant, unit: VectorUnit):
-    """Kernel: mask_row() on `count` rows of scores of one key block, columns [start, stop)."""
-    apply = mask_row(variant, unit)
-    scalar = getattr(np, variant.dtype)
-    truths, biases = pointer_to("bool"), pointer_to(variant.bias_dtype or variant.dtype)
+def mask_row(dtype: str, lanes: int):
+    """Kernel: hide keys from one row of scores, before any maximum is taken.
+
+    s          scores, [start, stop), multiples of lanes
+    low, high  keys [low, high) of the block are in the window
+    width      keys of the block that exist; none at or past it is read from the mask
+    mask       address of the row's first truth value, less mask_at; 0 without a mask
+    spare      one register of scratch
+    """
+    simd = operations(dtype, lanes)
+    load, store, load_bytes, where = simd.load, simd.store, simd.load_bytes, simd.where
+    vmin, iota, truths = simd.vmin, simd.iota, pointer_to("bool")
+    scalar = getattr(np, dtype)
+    neg_inf, inf = scalar(-np.inf), scalar(np.inf)
 
     @jit
-    def run(job, b, g, row, count, n_start, start, stop, width, s, spare):
-        if start >= stop:
-            return
+    def run(s, start, stop, low, high, width, mask, mask_at, col, spare):
+        for n in range(start, stop, lanes):
+            j = iota(n)
+            visible = (j >= low) & (j < high)
+            if mask != 0:
+                row = at(truths(mask), mask_at)
+                if n + lanes <= width and col == 1:
+                    visible = visible & load_bytes(row, n)
+                else:
+                    for i in range(lanes):
+                        seen = n + i < width and row[(n + i) * col] != 0
+                        spare[i] = scalar(1) if seen else scalar(0)
+                    visible = visible & (load(spare, 0) > scalar(0))
+            # A minimum and not a select: select between load and store of one place becomes a
+            # masked store (5 x slower on AMD). Excluded: -inf, even where the score is NaN.
+            # Visible: the score, and +inf for NaN, which makes the row NaN as it must.
+            store(s, n, vmin(load(s, n), where(visible, inf, neg_inf)))
+
+    return run
+
+
+@functools.cache
+def mask_block(dtype: str, lanes: int):
+    """Kernel: mask_row() on `count` rows of scores of one key block.
+
+    Columns [start, full_start) and [full_stop, stop) are masked: those between are seen by all.
+    """
+    apply = mask_row(dtype, lanes)
+
+    @jit
+    def run(job, item, row, count, n_start, start, full_start, full_stop, stop, s, spare):
         group, s_stride = field(job, "group"), field(job, "s_stride")
-        offset, left, right = field(job, "offset"), field(job, "left"), field(job, "right")
-        scale = scalar(field(job, "scale_log2"))
-        mask_col, bias_col = field(job, "mask_col"), field(job, "bias_col")
-        mask_base = batch_offset(field(job, "mask_table"), field(job, "mask_batch"), b)
-        bias_base = batch_offset(field(job, "bias_table"), field(job, "bias_batch"), b)
-        mask = at(truths(field(job, "mask")), mask_base + n_start * mask_col)
-        bias = at(biases(field(job, "bias")), bias_base + n_start * bias_col)
+        width = item[KEYS] - n_start
+        col = field(job, "mask_col")
+        base = batch_offset(field(job, "mask_table"), field(job, "mask_batch"), item[BATCH])
+        base += (n_start + item[FIRST_BIAS]) * col
         i, r = row // group, row % group
         for m in range(count):
-            h = g * group + r
-            low = max(i + offset - left - n_start, 0)
-            high = min(i + offset + right + 1 - n_start, width)
-            mask_at = h * field(job, "mask_head") + i * field(job, "mask_row")
-            bias_at = h * field(job, "bias_head") + i * field(job, "bias_row")
+            position = i + item[OFFSET_IN_KEYS]
+            low = low_key(job, position) - n_start
+            high = high_key(job, position, item[KEYS]) - n_start
+            h = item[HEAD] * group + r
+            place = base + h * field(job, "mask_head") + i * field(job, "mask_row")
+            scores, mask = at(s, m * s_stride), field(job, "mask")
+            apply(scores, start, full_start, low, high, width, mask, place, col, spare)
+            apply(scores, full_stop, stop, low, high, width, mask, place, col, spare)
+            i, r = next_row(i, r, group)
+
+    return run
+
+
+@functools.cache
+def scores_block(dtype: str, lanes: int):
+    """Kernel: scores_row() on `count` rows of products of one key block, columns [start, stop)."""
+    apply = scores_row(dtype, lanes)
+    scalar, real = getattr(np, dtype), pointer_to(dtype)
+
+    @jit
+    def run(job, item, row, count, n_start, start, stop, s, spare):
+        group, s_stride = field(job, "group"), field(job, "s_stride")
+        width = item[KEYS] - n_start
+        scale, softcap = scalar(field(job, "scale_log2")), scalar(field(job, "softcap"))
+        col = field(job, "bias_col")
+        base = batch_offset(field(job, "bias_table"), field(job, "bias_batch"), item[BATCH])
+        base += (n_start + item[FIRST_BIAS]) * col
+        heads_q = group * field(job, "heads_kv")
+        slope = scalar(0)
+        i, r = row // group, row % group
+        for m in range(count):
+            h = item[HEAD] * group + r
+            distance = i + item[OFFSET_IN_KEYS] - n_start
+            if field(job, "alibi") != 0:
+                slopes = real(field(job, "alibi"))
+                slope = slopes[item[BATCH] * heads_q + h] * scalar(LOG2_E)
+            place = base + h * field(job, "bias_head") + i * field(job, "bias_row")
             apply(
                 at(s, m * s_stride),
                 start,
                 stop,
-                low,
-                high,
                 width,
                 scale,
-                at(mask, mask_at),
-                mask_col,
-                at(bias, bias_at),
-                bias_col,
+                softcap,
+                distance,
+                slope,
+                field(job, "bias"),
+                place,
+                col,
+                field(job, "bias_kind"),
                 spare,
             )
             i, r = next_row(i, r, group)

@@ -15,20 +15,21 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..machine import VectorUnit
-from .simd import (
+from .memory import at, element_loader, prefetch
+from .registers import (
     FLOAT,
     I64,
     ITEMSIZE,
-    at,
+    STORED,
     broadcast,
     call,
     constant,
+    from_storage,
     jit,
     load_vector,
-    operations,
-    prefetch,
     store_vector,
 )
+from .simd import operations
 
 # (mr rows, nv registers of columns) by number of vector registers: mr * nv accumulators + nv
 # columns + 1 broadcast fit.
@@ -215,28 +216,31 @@ def _transpose_stage(builder, rows, size, inner, lanes):
     return out
 
 
-def _load_square(builder, k, rs_k, last, vector):
-    """LLVM values: vector.count rows, rs_k apart; rows past the last repeat it."""
+def _load_square(builder, k, rs_k, last, dtype, lanes, storage):
+    """LLVM values: `lanes` rows, rs_k apart, as dtype; rows past the last repeat it."""
     rows = []
-    for n in range(vector.count):
+    for n in range(lanes):
         number = ir.Constant(I64, n)
         row = builder.select(builder.icmp_signed("<", number, last), number, last)
-        rows.append(load_vector(builder, k, builder.mul(row, rs_k), vector))
+        stored = ir.VectorType(STORED[storage], lanes)
+        value = load_vector(builder, k, builder.mul(row, rs_k), stored)
+        rows.append(from_storage(builder, value, storage, dtype))
     return rows
 
 
 @functools.cache
-def transpose_square(dtype: str, lanes: int):
+def transpose_square(dtype: str, lanes: int, storage: str):
     """Intrinsic: panel[d, n] = k[n, d] for lanes x lanes elements, through registers.
 
-    k      row n at k + min(n, last) * rs_k, columns contiguous: rows past the last repeat it
-    panel  row stride rs_panel, columns contiguous
+    k      of storage type, row n at k + min(n, last) * rs_k, columns contiguous: rows past the last
+           repeat it
+    panel  of dtype, row stride rs_panel, columns contiguous
     """
-    vector = ir.VectorType(FLOAT[dtype], lanes)
 
     def codegen(context, builder, sig, args):
         k, rs_k, last, panel, rs_panel = args
-        columns = transposed(builder, _load_square(builder, k, rs_k, last, vector))
+        rows = _load_square(builder, k, rs_k, last, dtype, lanes, storage)
+        columns = transposed(builder, rows)
         for d, column in enumerate(columns):
             store_vector(builder, panel, builder.mul(ir.Constant(I64, d), rs_panel), column)
         return context.get_dummy_value()
@@ -250,7 +254,7 @@ def transpose_square(dtype: str, lanes: int):
 
 
 @functools.cache
-def dot_square(dtype: str, lanes: int, rows: int):
+def dot_square(dtype: str, lanes: int, storage: str, rows: int):
     """Intrinsic: part[m, n] += sum_d q[m, d] * k[n, d] for `lanes` keys n and as many dims d.
 
     The keys are transposed in registers, so that a score is one chain along d, as in product().
@@ -264,7 +268,8 @@ def dot_square(dtype: str, lanes: int, rows: int):
     def codegen(context, builder, sig, args):
         q, rs_q, k, rs_k, last, part = args
         number = functools.partial(ir.Constant, I64)
-        columns = transposed(builder, _load_square(builder, k, rs_k, last, vector))
+        square = _load_square(builder, k, rs_k, last, dtype, lanes, storage)
+        columns = transposed(builder, square)
         for m in range(rows):
             place = number(m * lanes)
             row = builder.gep(q, [builder.mul(number(m), rs_q)])
@@ -284,17 +289,17 @@ def dot_square(dtype: str, lanes: int, rows: int):
 
 
 @functools.cache
-def pack_k(dtype: str, unit: VectorUnit):
+def pack_k(dtype: str, unit: VectorUnit, storage: str):
     """Kernel: keys as panels (ceil(count / nr), head_dim, nr), so that a tile reads nr keys of one
     dim as registers.
 
-    k  (count, head_dim), strides rs_k, cs_k. Keys past the last repeat it: finite if it is, and
-       masked by the caller.
+    k  (count, head_dim) of storage type, strides rs_k, cs_k. Keys past the last repeat it: finite
+       if it is, and masked by the caller.
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
     nr = tile_shape(unit)[1] * lanes
-    transpose = transpose_square(dtype, lanes)
-    line = LINE // ITEMSIZE[dtype]
+    transpose, element = transpose_square(dtype, lanes, storage), element_loader(storage, dtype)
+    line = LINE // ITEMSIZE[storage]
 
     @jit
     def run(k, rs_k, cs_k, count, head_dim, panels):
@@ -309,17 +314,18 @@ def pack_k(dtype: str, unit: VectorUnit):
                 transpose(at(row, d), rs_k, last, at(panel, d * nr), nr)
             for d in range(whole, head_dim):
                 for i in range(lanes):
-                    panel[d * nr + i] = row[min(i, last) * rs_k + d * cs_k]
+                    panel[d * nr + i] = element(row, min(i, last) * rs_k + d * cs_k)
 
     return run
 
 
 @functools.cache
-def pack_v(dtype: str, unit: VectorUnit):
+def pack_v(dtype: str, unit: VectorUnit, storage: str):
     """Kernel: values as panels of nr columns, (block_n, width) each, the last one as wide as it
     needs to be.
 
-    v  (count, head_dim_v), strides rs_v, cs_v. Missing columns of the last panel become 0.
+    v  (count, head_dim_v) of storage type, strides rs_v, cs_v. Missing columns of the last panel
+       become 0.
     Returns 0 if all values are finite, else 1.
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
@@ -332,7 +338,8 @@ def pack_v(dtype: str, unit: VectorUnit):
         simd.fma,
         simd.reduce_add,
     )
-    scalar, line = getattr(np, dtype), LINE // ITEMSIZE[dtype]
+    scalar, line = getattr(np, dtype), LINE // ITEMSIZE[storage]
+    load_stored, element = simd.loader(storage), element_loader(storage, dtype)
 
     @jit
     def run(v, rs_v, cs_v, count, block_n, head_dim_v, panels):
@@ -348,12 +355,13 @@ def pack_v(dtype: str, unit: VectorUnit):
                 to = at(panels, start * block_n + n * width)
                 for d in range(0, width, lanes):
                     if cs_v == 1 and start + d + lanes <= head_dim_v:
-                        value = load(row, start + d)
+                        value = load_stored(row, start + d)
                         store(to, d, value)
                     else:
                         for i in range(lanes):
                             inside = start + d + i < head_dim_v
-                            to[d + i] = row[(start + d + i) * cs_v] if inside else scalar(0)
+                            place = (start + d + i) * cs_v
+                            to[d + i] = element(row, place) if inside else scalar(0)
                         value = load(to, d)
                     check = fma(value, zero, check)
         return 0 if reduce_add(check) == scalar(0) else 1

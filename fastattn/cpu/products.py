@@ -11,8 +11,10 @@ import functools
 import numpy as np
 
 from ..machine import VectorUnit
+from .memory import at, element_loader, prefetch
 from .microkernel import LINE, ROWS_AHEAD, dot_square, panel_product, tile_shape
-from .simd import ITEMSIZE, at, jit, operations, prefetch
+from .registers import ITEMSIZE, jit
+from .simd import operations
 
 # Dimensions that one chain of a score adds up. A chain of 224 errs 2.7 times as much as NumPy's
 # small products do, one of 64 at most 1.9 times; shorter ones cost more than they give.
@@ -56,7 +58,7 @@ def score_block(dtype: str, unit: VectorUnit):
 
 
 @functools.cache
-def few_scores(dtype: str, unit: VectorUnit):
+def few_scores(dtype: str, unit: VectorUnit, storage: str):
     """Kernel: the same for a few rows, from keys as they lie (contiguous columns).
 
     Reading the keys is all that this costs, so the keys ROWS_AHEAD on and the values of these are
@@ -70,8 +72,9 @@ def few_scores(dtype: str, unit: VectorUnit):
     lanes = unit.lanes(ITEMSIZE[dtype])
     simd = operations(dtype, lanes)
     load, store, splat, fma = simd.load, simd.store, simd.splat, simd.fma
-    four, two, one = (dot_square(dtype, lanes, rows) for rows in (4, 2, 1))
-    scalar, line = getattr(np, dtype), LINE // ITEMSIZE[dtype]
+    four, two, one = (dot_square(dtype, lanes, storage, rows) for rows in (4, 2, 1))
+    scalar, line = getattr(np, dtype), LINE // ITEMSIZE[storage]
+    element = element_loader(storage, dtype)
 
     @jit
     def chain(q, head_dim, rows, key, rs_k, last, start, stop, part):
@@ -89,7 +92,7 @@ def few_scores(dtype: str, unit: VectorUnit):
         column = at(part, FEW_ROWS * lanes)
         for d in range(whole, stop):
             for i in range(lanes):
-                column[i] = key[min(i, last) * rs_k + d]
+                column[i] = element(key, min(i, last) * rs_k + d)
             for m in range(rows):
                 q_d = splat(q[m * head_dim + d])
                 store(part, m * lanes, fma(q_d, load(column, 0), load(part, m * lanes)))

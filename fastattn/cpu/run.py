@@ -6,13 +6,15 @@ import threading
 from ctypes import addressof, c_int64
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from .. import dropout
 from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
 from . import compile, threads
-from .job import PARTS, pack
+from .job import BIAS_KINDS, ITEM_SIZE, PARTS, pack
 
 LOG2_E = 1.4426950408889634  # 1 / ln 2
 LN_2 = 0.6931471805599453
@@ -24,6 +26,7 @@ SCRATCH_KEPT = (
 )  # bytes of scratch that a thread keeps for its next call: fresh pages cost 0.1 ms a call
 ITEMS_PER_CALL = 1 << 30
 _kept = threading.local()
+_UNTOUCHED = -1.0  # no sum of exponentials
 _ABSENT = (0,) * len(PARTS)
 
 
@@ -72,7 +75,8 @@ def _prepare(plan: Plan) -> _Prepared:
     heads = problem.batch * problem.heads_kv
     m_blocks = -(-rows // plan.block_m)
     elements = (
-        plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
+        8 * ITEM_SIZE // itemsize
+        + plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
         + plan.block_n * (problem.head_dim + acc_stride)
         + plan.mc * s_stride
         + SPARE_REGISTERS * lanes
@@ -80,6 +84,8 @@ def _prepare(plan: Plan) -> _Prepared:
     sizes = (
         abs(problem.scale) * LOG2_E or 1.0,
         float(np.sign(problem.scale)),
+        problem.softcap,
+        dropout.factor(problem.dropout_p),
         problem.heads_kv,
         problem.group,
         rows,
@@ -89,6 +95,8 @@ def _prepare(plan: Plan) -> _Prepared:
         problem.offset,
         UNLIMITED if problem.left is None else problem.left,
         UNLIMITED if problem.right is None else problem.right,
+        problem.chunk,
+        dropout.threshold(problem.dropout_p),
         plan.block_m,
         m_blocks,
         plan.block_n,
@@ -112,14 +120,16 @@ def _prepare(plan: Plan) -> _Prepared:
 def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     """Write operands.out and operands.lse."""
     prepared = _prepare(plan)
-    dtype = operands.out.dtype
-    counter = c_int64()
-    state = None if operands.lse is None else np.empty((*operands.lse.shape, 2), dtype)
-    partial = None
+    variant, kept = problem.variant, []  # arrays that must outlive the kernels
+    state = partial = None
+    if operands.lse is not None:
+        state = np.empty((*operands.lse.shape, 2), variant.dtype)
+        if operands.ranges is not None:
+            state[..., 1] = _UNTOUCHED
     if prepared.combine is not None:
-        partial = np.empty((prepared.num_rows * plan.num_splits, prepared.acc_stride + 2), dtype)
-    addresses = (addressof(counter), _address(state), _address(partial))
-    tables: list[np.ndarray] = []
+        shape = (prepared.num_rows * plan.num_splits, prepared.acc_stride + 2)
+        partial = np.empty(shape, variant.dtype)
+    counter = c_int64()
     layouts = [
         field
         for array in (
@@ -130,18 +140,68 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
             operands.mask,
             operands.bias,
         )
-        for field in _layout(array, tables)
+        for field in _layout(array, kept)
     ]
-    job = pack((*prepared.sizes, prepared.num_items, *addresses, *layouts))
+    if operands.starts is not None:
+        _forget_batches(layouts)
+    others = (
+        *_score_fields(problem, operands),
+        addressof(counter),
+        *_state_fields(operands, state),
+        _address(partial),
+        *_extras(problem, operands, kept),
+        *layouts,
+    )
+    job = pack((*prepared.sizes, prepared.num_items, *others))
     _share_out(prepared.forward, job, plan.num_threads, prepared.scratch_bytes)
     if prepared.combine is not None:
         counter.value = 0
-        job = pack((*prepared.sizes, prepared.num_rows, *addresses, *layouts))
-        _share_out(prepared.combine, job, plan.num_threads, 0)
+        job = pack((*prepared.sizes, prepared.num_rows, *others))
+        _share_out(prepared.combine, job, plan.num_threads, prepared.scratch_bytes)
     if state is not None:
-        # log(0) of a row that saw nothing is -inf, as it should be
-        with np.errstate(divide="ignore", invalid="ignore"):
-            np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=operands.lse)
+        _write_lse(operands, state)
+
+
+def _write_lse(operands: Operands, state: np.ndarray) -> None:
+    """Turn references and sums into lse, but for rows past q_len, which api has written."""
+    written: Any = True if operands.ranges is None else state[..., 1] != _UNTOUCHED
+    # log(0) of a row that saw nothing is -inf, as it should be.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=operands.lse, where=written)
+
+
+def _score_fields(problem: Problem, operands: Operands) -> tuple[int, int]:
+    """The job's changes_scores and bias_kind."""
+    kind = 0 if operands.bias is None else BIAS_KINDS.index(operands.bias.dtype.name)
+    return int(kind > 0 or problem.softcap > 0 or operands.alibi is not None), kind
+
+
+def _forget_batches(layouts: list[int]) -> None:
+    """Packed operands have one batch entry, in which `starts` says where each begins."""
+    for operand in range(4):
+        for part in ("_table", "_batch"):
+            layouts[operand * len(PARTS) + PARTS.index(part)] = 0
+
+
+def _state_fields(operands: Operands, state: np.ndarray | None) -> tuple[int, int, int]:
+    """The job's lse, lse_batch and lse_head."""
+    if state is None:
+        return 0, 0, 0
+    heads, rows = state.shape[-3:-1]
+    return _address(state), 0 if operands.starts is not None else heads * rows, rows
+
+
+def _extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tuple[int, ...]:
+    """The job's alibi, sinks, ranges, starts and dropout_keys; the arrays go to `kept`."""
+    keys = None
+    if problem.dropout_p:
+        keys = dropout.head_keys(problem.dropout_seed, problem.batch, problem.heads_q)
+    arrays = (operands.alibi, operands.sinks, operands.ranges, operands.starts, keys)
+    if all(array is None for array in arrays):
+        return _ABSENT[: len(arrays)]
+    contiguous = [None if a is None else np.ascontiguousarray(a) for a in arrays]
+    kept += [a for a in contiguous if a is not None]
+    return tuple(_address(a) for a in contiguous)
 
 
 def _share_out(function: compile.Kernel, job, num_threads: int, scratch_bytes: int) -> None:
@@ -175,9 +235,9 @@ def _address(array: np.ndarray | None) -> int:
     return 0 if array is None else array.__array_interface__["data"][0]
 
 
-def _layout(array: np.ndarray | None, tables: list[np.ndarray]) -> tuple[int, ...]:
+def _layout(array: np.ndarray | None, kept: list[np.ndarray]) -> tuple[int, ...]:
     """The job's fields of one operand, in the order of PARTS; a table of offsets, if it needs one,
-    goes to `tables`.
+    goes to `kept`.
     """
     if array is None:
         return _ABSENT
@@ -186,7 +246,7 @@ def _layout(array: np.ndarray | None, tables: list[np.ndarray]) -> tuple[int, ..
     if len(lead) < 2:
         return _address(array), 0, lead[0] if lead else 0, head, row, col
     table = _offsets(array.shape[:-3], lead)
-    tables.append(table)
+    kept.append(table)
     return _address(array), _address(table), 0, head, row, col
 
 

@@ -10,7 +10,9 @@ import functools
 
 import numpy as np
 
-from .simd import jit, operations
+from .random import kept
+from .registers import jit
+from .simd import operations
 
 # The reference that exponents are measured from lags behind the maximum by at most this much (base
 # 2): p stays below 2**8, which costs no digit, and after a row's first keys it hardly ever moves
@@ -73,6 +75,28 @@ def row_update(dtype: str, lanes: int):
             store(s, n, p)
             total = total + p
         row_sum[0] += reduce_add(total + other)
+
+    return run
+
+
+@functools.cache
+def drop_row(dtype: str, lanes: int):
+    """Kernel: dropout on one row of p, [start, stop), after it went into the sum.
+
+    A dropped p becomes 0, or stays -0.0 where the key is excluded.
+
+    first_j  key index, from kv_start, of s[0]
+    key, threshold  as random.kept() wants them
+    """
+    simd = operations(dtype, lanes)
+    load, store, where, keep = simd.load, simd.store, simd.where, kept(dtype, lanes)
+    zero = getattr(np, dtype)(0)
+
+    @jit
+    def run(s, start, stop, first_j, key, threshold):
+        for n in range(start, stop, lanes):
+            p = load(s, n)
+            store(s, n, where(keep(key, first_j + n, threshold), p, p * zero))
 
     return run
 

@@ -1,0 +1,110 @@
+"""Memory as kernels see it: typed pointers, and offsets in elements."""
+
+from __future__ import annotations
+
+import functools
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.datamodel import PrimitiveModel, register_default
+from numba.extending import intrinsic
+
+from .registers import I32, I64, NUMBA, STORED, from_storage, to_storage
+
+
+@intrinsic
+def at(typingctx, pointer, index):
+    """pointer + index elements."""
+    return pointer(pointer, types.int64), lambda c, b, s, args: b.gep(args[0], [args[1]])
+
+
+@intrinsic
+def address(typingctx, pointer):
+    """A pointer as an address (int64)."""
+    return types.int64(pointer), lambda c, b, s, args: b.ptrtoint(args[0], I64)
+
+
+class Storage(types.Opaque):
+    """A float type that memory may hold but Numba's CPU target cannot compute with."""
+
+
+@register_default(Storage)
+class StorageModel(PrimitiveModel):
+    def __init__(self, manager, storage):
+        super().__init__(manager, storage, STORED[storage.name])
+
+
+@functools.cache
+def pointer_to(dtype: str):
+    """Intrinsic: an address (int64) as a pointer to dtype."""
+    halves = {name: Storage(name) for name in ("float16", "bfloat16")}
+    element = {"bool": types.uint8, **halves}.get(dtype)
+    pointer = types.CPointer(element or getattr(types, dtype))
+
+    @intrinsic
+    def cast(typingctx, address):
+        return pointer(types.int64), lambda c, b, s, args: b.inttoptr(
+            args[0], c.get_value_type(pointer)
+        )
+
+    return cast
+
+
+@intrinsic
+def prefetch(typingctx, pointer, index):
+    """Ask for the line of pointer[index], to be in the level-2 cache soon. Any address will do.
+
+    Asking for it in level 1 holds up the loads that follow: 0.45 of the read bandwidth, not 0.65.
+    """
+
+    def codegen(context, builder, sig, args):
+        byte = ir.IntType(8).as_pointer()
+        place = builder.bitcast(builder.gep(args[0], [args[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        to_read, level_2, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+        builder.call(function, [place, to_read, level_2, data])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), codegen
+
+
+@intrinsic
+def fetch_add(typingctx, pointer, value):
+    """Add to *pointer atomically; return what it held before."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", args[0], args[1], "monotonic")
+
+    return types.int64(types.CPointer(types.int64), types.int64), codegen
+
+
+@functools.cache
+def element_loader(storage: str, dtype: str):
+    """Intrinsic: pointer[index], stored as one float type, as another."""
+
+    @intrinsic
+    def load(typingctx, pointer, index):
+        def codegen(context, builder, sig, args):
+            value = builder.load(builder.gep(args[0], [args[1]]))
+            return from_storage(builder, value, storage, dtype)
+
+        return NUMBA[dtype](pointer, types.int64), codegen
+
+    return load
+
+
+@functools.cache
+def element_storer(storage: str, dtype: str):
+    """Intrinsic: pointer[index] = value, rounded to what memory holds."""
+
+    @intrinsic
+    def store(typingctx, pointer, index, value):
+        def codegen(context, builder, sig, args):
+            place = builder.gep(args[0], [args[1]])
+            builder.store(to_storage(builder, args[2], storage), place)
+            return context.get_dummy_value()
+
+        return types.void(pointer, types.int64, NUMBA[dtype]), codegen
+
+    return store

@@ -1,0 +1,117 @@
+"""PyTorch's scaled_dot_product_attention for NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .api import run
+from .arrays import Names, plain
+from .check import check
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+TORCH_NAMES = Names("query", "key", "value", "attn_mask", "attn_mask", "is_causal")
+
+
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> np.ndarray:
+    """Return what torch.nn.functional.scaled_dot_product_attention returns, for NumPy arrays.
+
+    Parameters
+    ----------
+    query : (..., heads_q, seqlen_q, head_dim) float16, bfloat16, float32 or float64, rank 2 and up
+    key, value : (..., heads_kv, seqlen_k, head_dim) and (..., heads_kv, seqlen_k, head_dim_v)
+        dtype of query. Leading axes broadcast, and so do heads of 1.
+    attn_mask : bool, True = may attend; or float32 or the dtype of query, added to the scores
+        Broadcastable to (..., heads_q, seqlen_q, seqlen_k). Not together with is_causal.
+    dropout_p : float from 0 to 1
+        Always applied, as in PyTorch, from a seed of its own in every call.
+    is_causal : bool
+        Row i sees keys j <= i: **top-left** alignment, unlike attention(causal=True).
+    scale : finite float. Default head_dim ** -0.5.
+    enable_gqa : bool
+        Let heads_kv divide heads_q; without it they must be equal, or 1.
+
+    Returns
+    -------
+    out : (..., heads_q, seqlen_q, head_dim_v), dtype of query, C-contiguous
+
+    Raises
+    ------
+    ValueError   shapes or values that do not fit together
+    TypeError    dtypes that differ or are not supported
+
+    Notes
+    -----
+    NaN and infinity in a masked key do not reach the result, which in PyTorch they do.
+    """
+    query, key, value = map(plain, TORCH_NAMES[:3], (query, key, value))
+    mask, bias = _mask_or_bias(attn_mask, is_causal, query)
+    if not enable_gqa:
+        query, key, value = _broadcast_heads(query, key, value)
+    problem, operands = check(
+        query,
+        key,
+        value,
+        scale=scale,
+        causal=is_causal,
+        align="top_left",
+        bias=bias,
+        mask=mask,
+        dropout_p=dropout_p,
+        names=TORCH_NAMES,
+    )
+    run(problem, operands, "auto")
+    is_one_head = query.ndim == key.ndim == value.ndim == 2
+    return operands.out[0] if is_one_head else operands.out
+
+
+# --- PyTorch's rules ----------------------------------------------------------------------------
+
+
+def _mask_or_bias(
+    attn_mask: Any, is_causal: bool, query: np.ndarray
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return attn_mask as (mask, bias), one of them None."""
+    if attn_mask is None:
+        return None, None
+    if is_causal:
+        raise ValueError("attn_mask must be None if is_causal is True, got both")
+    attn_mask = plain(TORCH_NAMES.mask, attn_mask)
+    if attn_mask.dtype.char == "?":
+        return attn_mask, None
+    if attn_mask.dtype.char not in ("f", query.dtype.char):
+        rule = "attn_mask must be bool, float32 or of the dtype of query"
+        raise TypeError(f"{rule} ({query.dtype}), got {attn_mask.dtype}")
+    return None, attn_mask
+
+
+def _broadcast_heads(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return views with the same heads, or key and value with one; rank 2 counts as one head."""
+    heads_q, heads_k, heads_v = (a.shape[-3] if a.ndim > 2 else 1 for a in (query, key, value))
+    is_rank_1 = min(query.ndim, key.ndim, value.ndim) < 2  # check() refuses it
+    if is_rank_1 or heads_q == heads_k == heads_v or heads_k == heads_v == 1:
+        return query, key, value
+    counts = {heads_q, heads_k, heads_v} - {1}
+    if len(counts) > 1:
+        rule = "query, key and value must have the same heads, or 1, unless enable_gqa is True"
+        raise ValueError(f"{rule}, got {heads_q}, {heads_k} and {heads_v}")
+    heads = counts.pop()
+    query, key, value = (
+        np.broadcast_to(a, (*a.shape[:-3], heads, *a.shape[-2:])) for a in (query, key, value)
+    )
+    return query, key, value
