@@ -32,6 +32,8 @@ _ABSENT = (0,) * len(PARTS)
 
 def unavailable(variant: Variant) -> str:
     """Why this backend cannot run the variant, in one line; "" if it can."""
+    if variant.score_mod or variant.mask_mod:
+        return "the compiled kernel has no modifiers yet"
     return compile.unavailable(("forward", variant))
 
 
