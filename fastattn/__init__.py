@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .api import attention, attention_varlen, dropout_mask, explain, merge
 from .cpu.threads import get_num_threads, num_threads, set_num_threads
 from .sdpa import scaled_dot_product_attention
 from .weights import attention_key_sums, attention_weights
 
+if TYPE_CHECKING:
+    from . import mods
+    from .block_mask import BlockMask, create_block_mask
+
 __all__ = [
+    "BlockMask",
     "__version__",
     "attention",
     "attention_key_sums",
     "attention_varlen",
     "attention_weights",
+    "create_block_mask",
     "dropout_mask",
     "explain",
     "get_num_threads",
     "merge",
+    "mods",
     "num_threads",
     "scaled_dot_product_attention",
     "set_num_threads",
 ]
 
 
-def __getattr__(name: str) -> str:
-    # Looked up on demand: importlib.metadata costs as much to import as half of this package.
+def __getattr__(name: str) -> Any:
+    # Imported on demand: most callers have no modifiers, and importlib.metadata costs as much to
+    # import as half of this package.
+    if name == "mods":
+        return import_module(".mods", __name__)
+    if name in ("BlockMask", "create_block_mask"):
+        return getattr(import_module(".block_mask", __name__), name)
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.metadata import PackageNotFoundError, version

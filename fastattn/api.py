@@ -19,6 +19,8 @@ from .problem import Operands, Plan, Problem
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+    from .block_mask import BlockMask
+
 
 def attention(
     q: ArrayLike,
@@ -38,6 +40,10 @@ def attention(
     q_len: ArrayLike | None = None,
     kv_len: ArrayLike | None = None,
     kv_start: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux: tuple[Any, ...] = (),
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     return_lse: bool = False,
@@ -77,6 +83,15 @@ def attention(
         A batch entry has query rows i < q_len and keys from kv_start to kv_len, not included;
         others are never read. In all of the above, seqlen_q and seqlen_k are then their numbers and
         j counts from kv_start; only mask and bias keep the index of the array.
+    score_mod : function (score, b, h, i, j, aux) -> score
+        Applied to the scores after softcap, before bias and alibi; a score of -inf hides the key.
+        b is the place in the batch, h the query head, i and j the row and key as mask and bias
+        count them. See fastattn.mods for what it may use, and for ready-made ones.
+    mask_mod : function (b, h, i, j, aux) -> bool. True = may attend.
+    aux : tuple of arrays and numbers that score_mod and mask_mod index
+    block_mask : BlockMask, in place of mask_mod
+        What create_block_mask() made of one, with its own aux, for these sizes: the blocks of keys
+        that it skips are not computed.
     dropout_p : float from 0 to 1
         Probabilities are dropped with this chance, the others divided by 1 - dropout_p; lse stays.
     dropout_seed : int from 0 to 2**63 - 1. Default: from the operating system, anew in every call.
@@ -127,6 +142,10 @@ def attention(
         q_len=q_len,
         kv_len=kv_len,
         kv_start=kv_start,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux=aux,
+        block_mask=block_mask,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         return_lse=return_lse,
@@ -158,6 +177,10 @@ def attention_varlen(
     sinks: ArrayLike | None = None,
     kv_len: ArrayLike | None = None,
     kv_start: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux: tuple[Any, ...] = (),
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     return_lse: bool = False,
@@ -174,6 +197,7 @@ def attention_varlen(
         Member b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and so for k and v. From 0 to
         the number of tokens; members may be empty.
     others : as in attention(), where the batch is that of the members
+        Modifiers get i and j within the member; a block mask has the sizes of the longest.
 
     Returns
     -------
@@ -201,6 +225,10 @@ def attention_varlen(
         sinks=sinks,
         kv_len=kv_len,
         kv_start=kv_start,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux=aux,
+        block_mask=block_mask,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         return_lse=return_lse,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -208,7 +209,9 @@ def result_of(out: Any, shape: tuple[int, ...], dtype: np.dtype, has_heads: bool
     return out if has_heads else out[None]
 
 
-def check_overlap(out: np.ndarray, names: Names, inputs: tuple[np.ndarray | None, ...]) -> None:
+def check_overlap(
+    out: np.ndarray, names: Iterable[str], inputs: Iterable[np.ndarray | None]
+) -> None:
     """Raise if `out` shares memory with an input; `inputs` in the order of `names`."""
     for name, a in zip(names, inputs, strict=False):
         # Bounds first: the exact answer can take long for odd strides.

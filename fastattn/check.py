@@ -40,6 +40,8 @@ from .problem import Operands, Problem, Variant
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+    from .modifying import Modifying
+
 BACKENDS = ("auto", "numpy", "cpu")
 COMPUTE = {
     "float16": "float32",
@@ -61,6 +63,10 @@ def check(
     q_len: Any = None,
     kv_len: Any = None,
     kv_start: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Any = (),
+    block_mask: Any = None,
     return_lse: Any = False,
     out: np.ndarray | None = None,
     names: Names = NAMES,
@@ -87,6 +93,8 @@ def check(
     if bias is not None:
         bias = broadcast(names.bias, bias_of(names, bias), (*rows, seqlen_k), has_heads)
     inputs = q, k, v, mask, bias
+    scores = (prod(lead), heads_q, seqlen_q, seqlen_k)
+    modifying = _modifying(score_mod, mask_mod, aux, block_mask, scores)
     spans = lengths_of(tuple(lead), seqlen_q, seqlen_k, align, q_len, kv_len, kv_start, fold)
     ranges, start, stop, offset = spans
     if stop - start < seqlen_k:
@@ -95,8 +103,9 @@ def check(
         bias = None if bias is None else bias[..., start:stop]
     problem, alibi, sinks = _problem_of(
         (q, v, ranges),
-        (tuple(lead), seqlen_q, stop - start, offset),
+        (tuple(lead), seqlen_q, stop - start, offset, start),
         flag(names.causal, causal),
+        modifying,
         **numbers,
     )
     if out is None:
@@ -104,8 +113,10 @@ def check(
     else:
         out = result_of(out, (*rows, head_dim_v), q.dtype, has_heads)
         check_overlap(out, names, inputs)
+        _check_aux_overlap(out, modifying)
     lse = np.empty(rows, problem.variant.dtype) if flag("return_lse", return_lse) else None
-    return problem, Operands(q, k, v, mask, bias, out, lse, alibi, sinks, ranges)
+    operands = Operands(q, k, v, mask, bias, out, lse, alibi, sinks, ranges)
+    return problem, _with_modifying(operands, modifying)
 
 
 def check_packed(
@@ -119,6 +130,10 @@ def check_packed(
     align: Any = "bottom_right",
     kv_len: Any = None,
     kv_start: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Any = (),
+    block_mask: Any = None,
     return_lse: Any = False,
     out: np.ndarray | None = None,
     **numbers: Any,
@@ -142,10 +157,13 @@ def check_packed(
     lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
     ranges = packed_lengths_of(lengths_q, lengths_k, align, kv_len, kv_start)
     seqlen_q, seqlen_k = int(lengths_q.max(initial=0)), int(lengths_k.max(initial=0))
+    scores = (len(lengths_q), q.shape[1], seqlen_q, seqlen_k)
+    modifying = _modifying(score_mod, mask_mod, aux, block_mask, scores)
     problem, alibi, sinks = _problem_of(
         (q, v, ranges),
-        (lengths_q.shape, seqlen_q, seqlen_k, seqlen_k - seqlen_q),
+        (lengths_q.shape, seqlen_q, seqlen_k, seqlen_k - seqlen_q, 0),
         flag("causal", causal),
+        modifying,
         **numbers,
     )
     if out is None:
@@ -153,11 +171,13 @@ def check_packed(
     else:
         out = result_of(out, shape, q.dtype, True)
         check_overlap(out, NAMES, (q, k, v))
+        _check_aux_overlap(out, modifying)
     out = out.swapaxes(0, 1)[None]
     has_lse = flag("return_lse", return_lse)
     lse = np.empty(out.shape[:-1], problem.variant.dtype) if has_lse else None
     starts = np.stack([edges_q[:-1], edges_k[:-1]], axis=1)
-    return problem, Operands(q, k, v, None, None, out, lse, alibi, sinks, ranges, starts)
+    operands = Operands(q, k, v, None, None, out, lse, alibi, sinks, ranges, starts)
+    return problem, _with_modifying(operands, modifying)
 
 
 def check_backend(backend: Any) -> None:
@@ -166,10 +186,35 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
 
 
+def _modifying(
+    score_mod: Any, mask_mod: Any, aux: Any, block_mask: Any, scores: tuple[int, int, int, int]
+) -> Modifying | None:
+    """Return what modifiers add to the call; None without them."""
+    if score_mod is mask_mod is block_mask is None:
+        return None
+    from .modifying import modifying_of
+
+    return modifying_of(score_mod, mask_mod, aux, block_mask, scores)
+
+
+def _check_aux_overlap(out: np.ndarray, modifying: Modifying | None) -> None:
+    if modifying is not None:
+        for arrays in (modifying.score_aux, modifying.mask_aux):
+            check_overlap(out, (f"aux[{slot}]" for slot in range(len(arrays))), arrays)
+
+
+def _with_modifying(operands: Operands, modifying: Modifying | None) -> Operands:
+    if modifying is None:
+        return operands
+    score_aux, mask_aux, block_mask = modifying[1:4]
+    return operands._replace(score_aux=score_aux, mask_aux=mask_aux, block_mask=block_mask)
+
+
 def _problem_of(
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray | None],
-    spans: tuple[tuple[int, ...], int, int, int],
+    spans: tuple[tuple[int, ...], int, int, int, int],
     causal: bool,
+    modifying: Modifying | None,
     *,
     scale: Any = None,
     window: Any = (None, None),
@@ -180,9 +225,11 @@ def _problem_of(
     dropout_p: Any = 0.0,
     dropout_seed: Any = None,
 ) -> tuple[Problem, np.ndarray | None, np.ndarray | None]:
-    """Return (problem, alibi, sinks) of (q, v, ranges) and (lead, lengths, offset)."""
+    """Return (problem, alibi, sinks) of (q, v, ranges) and (lead, lengths, offset,
+    first key).
+    """
     q, v, ranges = arrays
-    lead, seqlen_q, seqlen_k, offset = spans
+    lead, seqlen_q, seqlen_k, offset, first_key = spans
     heads_q, head_dim = q.shape[-3], q.shape[-1]
     storage = float_name(q.dtype)
     dtype = COMPUTE[storage]
@@ -200,11 +247,15 @@ def _problem_of(
     if sinks is not None:
         sinks = sinks_of(sinks, heads_q, dtype)
     sizes = (prod(lead), heads_q, v.shape[-3], seqlen_q, seqlen_k, head_dim, v.shape[-1])
-    numbers = (scale, offset, left, right, chunk, softcap, dropout_p, dropout_seed)
-    return _problem(dtype, storage, *sizes, *numbers), alibi, sinks
+    numbers: tuple[Any, ...] = (scale, offset, left, right, chunk, softcap, dropout_p, dropout_seed)
+    variant: tuple[Any, ...] = (dtype, storage)
+    if modifying is not None:
+        variant += modifying.modifiers
+        numbers += (first_key, *modifying.block)
+    return _problem(variant, *sizes, *numbers), alibi, sinks
 
 
 @lru_cache(maxsize=1024)
-def _problem(dtype: str, storage: str, *fields: Any) -> Problem:
+def _problem(variant: tuple[Any, ...], *fields: Any) -> Problem:
     # Cached: making the two frozen records costs 2 µs, finding them again 0.4 µs.
-    return Problem(Variant(dtype, storage), *fields)
+    return Problem(Variant(*variant), *fields)

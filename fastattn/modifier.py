@@ -46,6 +46,7 @@ NUMPY: dict[str, Callable] = {
     "xor": np.bitwise_xor,
 }
 AUX_DTYPES = ("bool", "int32", "int64", "float32", "float64")
+AUX_NAMES = {np.dtype(name): name for name in AUX_DTYPES}  # dtype.name itself costs a microsecond
 # Other types of an aux array, and what they are converted to.
 AUX_CONVERSIONS = {
     "int8": "int32",
@@ -127,14 +128,14 @@ def aux_arrays(aux: Sequence[Any]) -> tuple[np.ndarray, ...]:
 
 def aux_types(arrays: Sequence[np.ndarray]) -> AuxTypes:
     """Return (dtype, rank) of each array of aux_arrays()."""
-    return tuple((array.dtype.name, array.ndim) for array in arrays)
+    return tuple((AUX_NAMES[array.dtype], array.ndim) for array in arrays)
 
 
 def _aux_array(value: Any, slot: int) -> np.ndarray:
     if not isinstance(value, (np.ndarray, numbers.Real, np.generic)):
         raise TypeError(f"aux[{slot}] must be an array or a number, got {type(value).__name__}")
     array = np.asarray(value)
-    name = AUX_CONVERSIONS.get(array.dtype.name, array.dtype.name)
+    name = AUX_NAMES.get(array.dtype) or AUX_CONVERSIONS.get(array.dtype.name, array.dtype.name)
     if name not in AUX_DTYPES:
         raise TypeError(
             f"aux[{slot}] must be bool, an integer of at most 64 bits (signed) or a float of at "
@@ -144,7 +145,8 @@ def _aux_array(value: Any, slot: int) -> np.ndarray:
         # There is no nearest element: it reads as 0. Only a call without keys or rows has a use
         # for it.
         return np.zeros((1,) * array.ndim, name)
-    array = array.astype(np.dtype(name), copy=False)  # this byte order
+    if AUX_NAMES.get(array.dtype) != name:
+        array = array.astype(name)  # this byte order
     whole = all(stride % array.itemsize == 0 for stride in array.strides)
     return array if whole and array.flags.aligned else array.copy()
 

@@ -5,9 +5,12 @@ printable.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .modifier import Modifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,8 @@ class Variant:
 
     dtype: str  # of scores, sums and lse: "float32" or "float64"
     storage: str  # of q, k, v and out in memory: dtype, or "float16", "bfloat16" for float32
+    score_mod: Modifier | None = None  # applied to scores after softcap, before bias and ALiBi
+    mask_mod: Modifier | None = None  # hides keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,11 @@ class Problem:
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 = off
     dropout_p: float = 0.0  # the share of probabilities that dropout takes; 0 = off
     dropout_seed: int = 0  # from 0 to 2**63 - 1
+    # Modifiers and block masks are given key j as j + first_key, its place in the caller's array.
+    # With ranges, it is kv_start of each batch entry instead.
+    first_key: int = 0
+    block_mask_m: int = 0  # query rows of a block of Operands.block_mask; 0 without one
+    block_mask_n: int = 0  # keys of one
 
     @property
     def group(self) -> int:
@@ -105,6 +115,13 @@ class Operands(NamedTuple):
     # kv_start, mask and bias from 0. api writes the rows past q_len.
     ranges: np.ndarray | None = None
     starts: np.ndarray | None = None  # (batch, 2) int64, C-contiguous: first rows in q and in k
+    # What Variant.score_mod and mask_mod index, as aux_arrays() returns it: read-only. They get b,
+    # the place in the batch in C order, the query head h, and i and j as mask and bias count them.
+    score_aux: tuple[np.ndarray, ...] = ()
+    mask_aux: tuple[np.ndarray, ...] = ()
+    # (batch, heads_q, query blocks, key blocks) uint8, stride 0 where broadcast: BlockMask.kinds.
+    # Variant.mask_mod needs to be run in partial blocks only.
+    block_mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

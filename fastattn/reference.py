@@ -2,7 +2,8 @@
 
 For every query row i, with position p = i + offset and scores
 
-    s = scale * q @ k.T;  s = softcap * tanh(s / softcap);  s += bias - slope * |p - j|
+    s = scale * q @ k.T;  s = softcap * tanh(s / softcap);  s = score_mod(s, b, h, i, j, aux)
+    s += bias - slope * |p - j|
 
 and s = -inf where a key is hidden, and with the sink, if there is one, as one more score,
 
@@ -10,7 +11,7 @@ and s = -inf where a key is hidden, and with the sink, if there is one, as one m
     lse[i] = max_j s + log(sum_j exp(s[i, j] - max_j s))
 
 where D is 1, or 0 and 1 / (1 - p) under dropout. In blocks of queries and keys: O(block_m *
-block_n) memory, key blocks outside window and chunk skipped.
+block_n) memory; key blocks outside window and chunk, or that a block mask skips, are skipped.
 
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 """
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import dropout
+from .modified import Places, hidden_keys, key_blocks, modified_scores, places
 from .problem import Operands, Plan, Problem
 
 # Heads and batch entries share one batched product up to this size; more gains nothing, as the
@@ -63,6 +65,7 @@ class Slots(NamedTuple):
     alibi: np.ndarray | None  # (*slots)
     sinks: np.ndarray | None
     dropout_keys: np.ndarray | None  # (*slots) uint64
+    places: Places | None  # where modifiers are run
 
 
 def members(problem: Problem, operands: Operands) -> Iterator[tuple[Problem, Slots]]:
@@ -78,7 +81,13 @@ def members(problem: Problem, operands: Operands) -> Iterator[tuple[Problem, Slo
         rows = slice(first_q, first_q + q_len)
         keys = slice(first_k + kv_start, first_k + kv_stop)
         at = np.unravel_index(b, lead)
-        one = replace(problem, seqlen_q=q_len, seqlen_k=kv_stop - kv_start, offset=offset)
+        one = replace(
+            problem,
+            seqlen_q=q_len,
+            seqlen_k=kv_stop - kv_start,
+            offset=offset,
+            first_key=kv_start,
+        )
         yield one, _member(slots, (0,) if packed else at, at, rows, keys)
 
 
@@ -103,6 +112,7 @@ def _grouped(problem: Problem, operands: Operands, lead: tuple[int, ...]) -> Slo
         keys = keys.reshape(*lead, problem.heads_q)
     arrays: list[Any] = [split(q, -3), repeat(k), repeat(v), split(mask, -3), split(bias, -3)]
     arrays += [split(out, -3), split(lse, -2), split(alibi, -1), split(sinks, -1), split(keys, -1)]
+    arrays.append(places(problem, operands, lead))
     return Slots(*arrays)
 
 
@@ -110,11 +120,13 @@ def _member(
     slots: Slots, place: tuple[Any, ...], at: tuple[Any, ...], rows: slice, keys: slice
 ) -> Slots:
     """Return the slots of one batch entry: of q to lse at `place`, of the rest at `at`."""
-    q, k, v, mask, bias, out, lse, *rest = slots
+    q, k, v, mask, bias, out, lse, *rest, modified = slots
     arrays: list[Any] = [q[place][..., rows, :], k[place][..., keys, :], v[place][..., keys, :]]
     arrays += [None if a is None else a[place][..., rows, keys] for a in (mask, bias)]
     arrays += [out[place][..., rows, :], None if lse is None else lse[place][..., rows]]
-    return Slots(*arrays, *(None if a is None else a[at] for a in rest))
+    arrays += [None if a is None else a[at] for a in rest]
+    arrays.append(None if modified is None else modified.cut(at))
+    return Slots(*arrays)
 
 
 def _max_slots(plan: Plan, problem: Problem) -> int:
@@ -132,7 +144,8 @@ def parts(slots: Slots, max_slots: int, axis: int = 0) -> Iterator[Slots]:
     step = max(1, max_slots // inner)
     for start in range(0, shape[0], step):
         cut = (slice(None),) * axis + (slice(start, start + step),)
-        arrays: list[Any] = [None if a is None else a[cut] for a in slots]
+        arrays: list[Any] = [None if a is None else a[cut] for a in slots[:-1]]
+        arrays.append(None if slots.places is None else slots.places.cut(cut))
         part = Slots(*arrays)
         if inner <= max_slots:
             yield part
@@ -155,7 +168,7 @@ def scores(
     j = np.arange(keys.start, keys.stop)
     bias = None if part.bias is None else part.bias[..., rows, keys]
     mask = None if part.mask is None else part.mask[..., rows, keys]
-    hidden = _hidden(_outside(problem, i, j), mask, bias)
+    hidden = _either(_outside(problem, i, j), _unseen(mask, bias))
     # All of a group read the same keys.
     k = block(part.k[..., :1, keys, :], q.dtype)
     s = q @ k.swapaxes(-1, -2)
@@ -164,6 +177,11 @@ def scores(
         s /= problem.softcap
         np.tanh(s, out=s)
         s *= problem.softcap
+    if part.places is not None:
+        hidden = _either(hidden, hidden_keys(problem, part.places, i, j))
+        if problem.variant.score_mod is not None:
+            hidden = _either(hidden, modified_scores(problem, part.places, s, i, j))
+    hidden = hidden if hidden is not None and hidden.any() else None
     if bias is not None:
         s += _converted(bias, s.dtype)
     if part.alibi is not None:
@@ -187,17 +205,17 @@ def _outside(problem: Problem, i: np.ndarray, j: np.ndarray) -> np.ndarray | Non
     return hides
 
 
-def _hidden(
-    window: np.ndarray | None, mask: np.ndarray | None, bias: np.ndarray | None
-) -> np.ndarray | None:
-    """Return bool, True where a row may not see a key; None if every row sees every key."""
-    hidden = window
-    if mask is not None:
-        hidden = ~mask if hidden is None else hidden | ~mask
-    if bias is not None:
-        excluded = bias == -np.inf
-        hidden = excluded if hidden is None else hidden | excluded
-    return hidden if hidden is not None and hidden.any() else None
+def _unseen(mask: np.ndarray | None, bias: np.ndarray | None) -> np.ndarray | None:
+    """Return bool, True where mask or bias hides a key; None without them."""
+    excluded = None if bias is None else bias == -np.inf
+    return _either(None if mask is None else ~mask, excluded)
+
+
+def _either(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+    """Return a | b, where None hides nothing."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a | b
 
 
 def _converted(bias: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -238,8 +256,8 @@ def _attend_rows(problem: Problem, part: Slots, rows: slice, block_n: int) -> No
     if part.dropout_keys is not None:
         row_keys = dropout.chained(part.dropout_keys[..., None], i)
     first, stop = problem.key_range(i)
-    for n_start in range(first.min(), stop.max(), block_n):
-        keys = slice(n_start, min(n_start + block_n, int(stop.max())))
+    seen = slice(int(first.min()), int(stop.max()))
+    for keys in key_blocks(problem, part.places, rows, seen, block_n):
         s, hidden = scores(problem, part, q, rows, keys)
         p = _online_update(state, s)
         if row_keys is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -43,6 +44,7 @@ VOCABULARY = (
 COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
 MAX_POWER = 8
 PACKAGE = Path(__file__).parent
+_traced: WeakKeyDictionary[Callable, dict[tuple, Modifier]] = WeakKeyDictionary()
 
 
 def trace(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
@@ -78,6 +80,22 @@ def trace(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
     if argument == "score_mod":
         number = recorder.convert(number, "float")
     return Modifier(argument, _needed(recorder.steps, number), aux)
+
+
+def traced(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
+    """Return trace() of these arguments, remembered for as long as the function lives.
+
+    So a function is run once for each kind of aux: later changes of variables that it reads from
+    outside are not seen.
+    """
+    try:
+        known = _traced.setdefault(function, {})
+    except TypeError:  # it has no hash, or cannot be referred to weakly
+        return trace(function, argument, aux)
+    key = argument, aux
+    if key not in known:
+        known[key] = trace(function, argument, aux)
+    return known[key]
 
 
 def apply(operation: str, *operands: Any) -> Any:

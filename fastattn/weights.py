@@ -27,7 +27,8 @@ def attention_weights(
     q, k : as in attention()
     rows : slice, or ints (num_rows,); negative ones count from the end
     arguments : scale, causal, align, window, chunk, softcap, bias, mask, alibi, sinks, q_len,
-        kv_len and kv_start, as in attention(), with the shapes of all rows
+        kv_len, kv_start, score_mod, mask_mod, aux and block_mask, as in attention(), with the
+        shapes of all rows
 
     Returns
     -------

@@ -34,12 +34,14 @@ def attention(
     q_len=None,
     kv_len=None,
     kv_start=None,
+    change=None,
     keep=None,
     dropout_p=0.0,
     dtype=np.float64,
 ):
     """Return (out, lse) in `dtype`. Shapes and meanings as in fastattn.attention.
 
+    `change` is a score_mod, of all scores at once: (..., heads_q, seqlen_q, seqlen_k) to the same.
     `keep` is what dropout leaves, bool (..., heads_q, seqlen_q, seqlen_k).
     """
     q, k, v = (np.asarray(a).astype(dtype) for a in (q, k, v))
@@ -58,6 +60,9 @@ def attention(
         s *= (q.shape[-1] ** -0.5 if q.shape[-1] else 1.0) if scale is None else scale
         if softcap is not None and softcap > 0:
             s = dtype(softcap) * np.tanh(s / dtype(softcap))
+        if change is not None:
+            s = np.broadcast_to(change(s), s.shape).astype(dtype)
+            visible = visible & (s != -np.inf)
         if bias is not None:
             bias = np.asarray(bias).astype(dtype)
             s += bias

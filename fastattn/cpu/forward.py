@@ -38,7 +38,7 @@ from .fields import (
     next_row,
 )
 from .job import ITEM_SIZE
-from .masking import mask_block, scores_block
+from .masking import mask_block, scores_block, visible_span
 from .memory import address, at, fetch_add, pointer_to
 from .microkernel import pack_k, pack_v, tile_shape
 from .random import row_key
@@ -127,9 +127,10 @@ def key_block(variant: Variant, unit: VectorUnit):
     pack_keys, pack_values = pack_k(dtype, unit, storage), pack_v(dtype, unit, storage)
     score_packed = products.score_block(dtype, unit)
     score_few = products.few_scores(dtype, unit, storage)
-    change, apply_mask = scores_block(dtype, lanes), mask_block(dtype, lanes)
+    change, apply_mask = scores_block(variant, lanes), mask_block(variant, lanes)
     fold = softmax_block(variant, unit)
     stored, real, as_stored = pointer_to(storage), pointer_to(dtype), storage == dtype
+    has_score_mod, has_mask_mod = variant.score_mod is not None, variant.mask_mod is not None
     few_rows = products.FEW_ROWS
 
     @jit
@@ -140,13 +141,17 @@ def key_block(variant: Variant, unit: VectorUnit):
         group, row, count = field(job, "group"), item[ROW], item[COUNT]
         spare = at(s, mc * s_stride)
         # Whether a key may be hidden anywhere, and not only at the edges of the window.
-        hides = field(job, "mask") != 0 or field(job, "bias") != 0
+        hides = field(job, "mask") != 0 or field(job, "bias") != 0 or has_score_mod
+        blocks = field(job, "block_mask") != 0
         # Keys that some row sees, and whether all rows see all of them.
         width = min(item[KEYS] - n_start, block_n)
         top = row // group + item[OFFSET_IN_KEYS]
         bottom = (row + count - 1) // group + item[OFFSET_IN_KEYS]
         first = max(low_key(job, top) - n_start, 0) // nr * nr
         last = min(high_key(job, bottom, item[KEYS]) - n_start, width)
+        if blocks:
+            low, last, _ = visible_span(job, item, row, count, n_start, first, last)
+            first = low // nr * nr
         if first >= last:
             return
         keys = last - first
@@ -168,7 +173,7 @@ def key_block(variant: Variant, unit: VectorUnit):
         few = count <= few_rows
         keys_lie = few and k_col == 1
         values_lie = few and v_col == 1 and acc_stride == head_dim_v and shared
-        values_lie = values_lie and as_stored and not hides
+        values_lie = values_lie and as_stored and not hides and not has_mask_mod
         unsafe = 0
         if not keys_lie:
             pack_keys(k, k_row, k_col, keys, head_dim, at(panels, first * head_dim))
@@ -183,6 +188,10 @@ def key_block(variant: Variant, unit: VectorUnit):
             bottom = (row + m + here - 1) // group + item[OFFSET_IN_KEYS]
             start = max(low_key(job, top) - n_start, first) // nr * nr
             stop = min(high_key(job, bottom, item[KEYS]) - n_start, last)
+            modify = has_mask_mod
+            if blocks:
+                low, stop, full = visible_span(job, item, row + m, here, n_start, start, stop)
+                start, modify = low // nr * nr, not full
             if start >= stop:
                 continue
             padded = (stop + lanes - 1) // lanes * lanes
@@ -200,7 +209,7 @@ def key_block(variant: Variant, unit: VectorUnit):
             full_stop = min(high_key(job, top, item[KEYS]) - n_start, padded)
             full_start = min((full_start + lanes - 1) // lanes * lanes, padded)
             full_stop = max(full_stop // lanes * lanes, full_start)
-            if hides:
+            if hides or modify:
                 full_start = full_stop = padded
             partial = full_start > start or full_stop < padded
             if partial:
@@ -216,6 +225,7 @@ def key_block(variant: Variant, unit: VectorUnit):
                     padded,
                     s,
                     spare,
+                    modify,
                 )
             fold(
                 job,

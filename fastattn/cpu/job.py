@@ -52,6 +52,16 @@ FIELDS = (
     "sinks",  # address of (heads_q,)
     "ranges",  # address of (batch, 4) int64: Operands.ranges, or 0
     "starts",  # address of (batch, 2) int64: Operands.starts, or 0
+    "first_key",  # what modifiers add to a key index
+    "score_aux",  # address of aux_table() of the score_mod
+    "mask_aux",  # and of the mask_mod
+    "block_mask",  # address of Operands.block_mask, or 0
+    "block_mask_batch",  # its strides
+    "block_mask_head",
+    "block_mask_row",
+    "block_mask_col",
+    "block_mask_m",  # queries and keys of one of its blocks
+    "block_mask_n",
     "dropout_keys",  # address of (batch, heads_q) uint64: dropout.head_keys()
     *(operand + part for operand in OPERANDS for part in PARTS),
 )

@@ -1,5 +1,5 @@
-"""What is done to scores before the softmax: softcap, modifiers, bias, ALiBi; and what hides a key
-from a row: window, chunk, mask, bias of -inf.
+"""What is done to scores before the softmax: softcap, score_mod, bias, ALiBi; and what hides a key
+from a row: window, chunk, mask, mask_mod, scores of -inf.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ import functools
 
 import numpy as np
 
+from ..block_mask import FULL, SKIPPED
+from ..modifier import Modifier
+from ..problem import Variant
 from .fields import (
     BATCH,
     FIRST_BIAS,
@@ -22,11 +25,49 @@ from .fields import (
 )
 from .job import BIAS_KINDS
 from .memory import at, element_loader, pointer_to
+from .modifiers import mask_mod, score_mod
 from .registers import jit
 from .simd import operations
 
+BYTES = pointer_to("bool")
 LOG2_E = 1.4426950408889634  # 1 / ln 2
 LN_2 = 0.6931471805599453
+
+
+@jit
+def block_kinds(job, item, row, count, key_block):
+    """(some, all): whether the block mask lets any of these rows see any key of one of its key
+    blocks; and whether it lets all see all.
+    """
+    group, block_m = field(job, "group"), field(job, "block_mask_m")
+    kinds = at(BYTES(field(job, "block_mask")), item[BATCH] * field(job, "block_mask_batch"))
+    kinds = at(kinds, key_block * field(job, "block_mask_col"))
+    some, every = False, True
+    first, last = row // group // block_m, (row + count - 1) // group // block_m
+    for r in range(group):
+        head = at(kinds, (item[HEAD] * group + r) * field(job, "block_mask_head"))
+        for m in range(first, last + 1):
+            kind = head[m * field(job, "block_mask_row")]
+            some = some or kind != SKIPPED
+            every = every and kind == FULL
+    return some, every
+
+
+@jit
+def visible_span(job, item, row, count, n_start, start, stop):
+    """(start, stop, full): [start, stop) without the skipped blocks of the block mask at both ends,
+    and whether all rows see all that is left.
+    """
+    block_n = field(job, "block_mask_n")
+    first_key = n_start + item[FIRST_BIAS] + field(job, "first_key")
+    begin, end, full = stop, start, True
+    for n in range((first_key + start) // block_n, (first_key + stop - 1) // block_n + 1):
+        some, every = block_kinds(job, item, row, count, n)
+        if some:
+            low = max(n * block_n - first_key, start)
+            full = full and every and (end == start or low == end)
+            begin, end = min(begin, low), min((n + 1) * block_n - first_key, stop)
+    return begin, end, full
 
 
 @functools.cache
@@ -61,10 +102,11 @@ def bias_reader(dtype: str, lanes: int):
 
 
 @functools.cache
-def scores_row(dtype: str, lanes: int):
+def scores_row(dtype: str, lanes: int, modifier: Modifier | None):
     """Kernel: take one row of products q·k to base-2 logits, where they are more than scaled.
 
-    The order is scale, softcap, bias, ALiBi. Keys that a bias of -inf excludes become -inf.
+    The order is scale, softcap, score_mod, bias, ALiBi. Keys that a score or a bias of -inf
+    excludes become -inf.
 
     s          products, [start, stop), multiples of lanes
     width      keys of the block that exist; none at or past it is read
@@ -73,6 +115,7 @@ def scores_row(dtype: str, lanes: int):
     distance   position of the query less that of s[0]
     slope      of ALiBi, in base 2, 0 if off
     bias, kind address of the row's first bias, less bias_at elements; how it is stored
+    b, h, i, j, aux  what a score_mod is given for s[0]
     spare      one register of scratch
     """
     simd = operations(dtype, lanes)
@@ -82,6 +125,14 @@ def scores_row(dtype: str, lanes: int):
     scalar, limits = getattr(np, dtype), np.finfo(dtype)
     neg_inf, inf, log2_e = scalar(-np.inf), scalar(np.inf), scalar(LOG2_E)
     lowest, highest = scalar(limits.min), scalar(limits.max)
+    modified = modifier is not None
+    modify = score_mod(modifier, dtype, lanes) if modifier is not None else None
+
+    @jit
+    def base_2(x):
+        """x / ln 2. What is finite stays so: finfo.min * log2(e) is -inf. This order keeps NaN."""
+        y = vmin(splat(highest), vmax(splat(lowest), x * log2_e))
+        return where(fabs(x) == inf, x, y)
 
     @jit
     def biased(x, n, width, bias, bias_at, col, kind, spare):
@@ -92,19 +143,41 @@ def scores_row(dtype: str, lanes: int):
                 place = bias_at + (n + i) * col
                 spare[i] = element(bias, place, kind) if n + i < width else neg_inf
             y = load(spare, 0)
-        # A finite bias must stay finite in base 2: finfo.min * log2(e) is -inf. This order keeps
-        # NaN.
-        base_2 = vmin(splat(highest), vmax(splat(lowest), y * log2_e))
-        return where(y == neg_inf, neg_inf, x + where(y == inf, inf, base_2))
+        return where(y == neg_inf, neg_inf, x + base_2(y))
 
     @jit
     def run(
-        s, start, stop, width, scale, softcap, distance, slope, bias, bias_at, col, kind, spare
+        s,
+        start,
+        stop,
+        width,
+        scale,
+        softcap,
+        distance,
+        slope,
+        bias,
+        bias_at,
+        col,
+        kind,
+        spare,
+        b,
+        h,
+        i,
+        j,
+        aux,
     ):
+        natural = scale * scalar(LN_2)
         for n in range(start, stop, lanes):
-            x = load(s, n) * scale
-            if softcap != scalar(0):
-                x = tanh(x * (scalar(LN_2) / softcap)) * (softcap * log2_e)
+            x = load(s, n)
+            if modified or softcap != scalar(0):
+                x = x * natural
+                if softcap != scalar(0):
+                    x = tanh(x / softcap) * softcap
+                if modified:
+                    x = modify(x, b, h, i, j + n, aux)
+                x = base_2(x)
+            else:
+                x = x * scale
             if kind != 0:
                 x = biased(x, n, width, bias, bias_at, col, kind, spare)
             if slope != scalar(0):
@@ -115,7 +188,7 @@ def scores_row(dtype: str, lanes: int):
 
 
 @functools.cache
-def mask_row(dtype: str, lanes: int):
+def mask_row(dtype: str, lanes: int, modifier: Modifier | None):
     """Kernel: hide keys from one row of scores, before any maximum is taken.
 
     s          scores, [start, stop), multiples of lanes
@@ -123,26 +196,32 @@ def mask_row(dtype: str, lanes: int):
     width      keys of the block that exist; none at or past it is read from the mask
     mask       address of the row's first truth value, less mask_at; 0 without a mask
     spare      one register of scratch
+    modify     whether the mask_mod is to be asked
+    b, h, i, j, aux  what it is given for s[0]
     """
     simd = operations(dtype, lanes)
     load, store, load_bytes, where = simd.load, simd.store, simd.load_bytes, simd.where
     vmin, iota, truths = simd.vmin, simd.iota, pointer_to("bool")
     scalar = getattr(np, dtype)
     neg_inf, inf = scalar(-np.inf), scalar(np.inf)
+    modified = modifier is not None
+    may_see = mask_mod(modifier, dtype, lanes) if modifier is not None else None
 
     @jit
-    def run(s, start, stop, low, high, width, mask, mask_at, col, spare):
+    def run(s, start, stop, low, high, width, mask, mask_at, col, spare, modify, b, h, i, j, aux):
         for n in range(start, stop, lanes):
-            j = iota(n)
-            visible = (j >= low) & (j < high)
+            key = iota(n)
+            visible = (key >= low) & (key < high)
+            if modified and modify:
+                visible = visible & may_see(b, h, i, j + n, aux)
             if mask != 0:
                 row = at(truths(mask), mask_at)
                 if n + lanes <= width and col == 1:
                     visible = visible & load_bytes(row, n)
                 else:
-                    for i in range(lanes):
-                        seen = n + i < width and row[(n + i) * col] != 0
-                        spare[i] = scalar(1) if seen else scalar(0)
+                    for m in range(lanes):
+                        seen = n + m < width and row[(n + m) * col] != 0
+                        spare[m] = scalar(1) if seen else scalar(0)
                     visible = visible & (load(spare, 0) > scalar(0))
             # A minimum and not a select: select between load and store of one place becomes a
             # masked store (5 x slower on AMD). Excluded: -inf, even where the score is NaN.
@@ -153,15 +232,15 @@ def mask_row(dtype: str, lanes: int):
 
 
 @functools.cache
-def mask_block(dtype: str, lanes: int):
+def mask_block(variant: Variant, lanes: int):
     """Kernel: mask_row() on `count` rows of scores of one key block.
 
     Columns [start, full_start) and [full_stop, stop) are masked: those between are seen by all.
     """
-    apply = mask_row(dtype, lanes)
+    apply = mask_row(variant.dtype, lanes, variant.mask_mod)
 
     @jit
-    def run(job, item, row, count, n_start, start, full_start, full_stop, stop, s, spare):
+    def run(job, item, row, count, n_start, start, full_start, full_stop, stop, s, spare, modify):
         group, s_stride = field(job, "group"), field(job, "s_stride")
         width = item[KEYS] - n_start
         col = field(job, "mask_col")
@@ -175,18 +254,37 @@ def mask_block(dtype: str, lanes: int):
             h = item[HEAD] * group + r
             place = base + h * field(job, "mask_head") + i * field(job, "mask_row")
             scores, mask = at(s, m * s_stride), field(job, "mask")
-            apply(scores, start, full_start, low, high, width, mask, place, col, spare)
-            apply(scores, full_stop, stop, low, high, width, mask, place, col, spare)
+            j, aux = n_start + item[FIRST_BIAS] + field(job, "first_key"), field(job, "mask_aux")
+            for part in range(2):
+                begin, end = (start, full_start) if part == 0 else (full_stop, stop)
+                apply(
+                    scores,
+                    begin,
+                    end,
+                    low,
+                    high,
+                    width,
+                    mask,
+                    place,
+                    col,
+                    spare,
+                    modify,
+                    item[BATCH],
+                    h,
+                    i,
+                    j,
+                    aux,
+                )
             i, r = next_row(i, r, group)
 
     return run
 
 
 @functools.cache
-def scores_block(dtype: str, lanes: int):
+def scores_block(variant: Variant, lanes: int):
     """Kernel: scores_row() on `count` rows of products of one key block, columns [start, stop)."""
-    apply = scores_row(dtype, lanes)
-    scalar, real = getattr(np, dtype), pointer_to(dtype)
+    apply = scores_row(variant.dtype, lanes, variant.score_mod)
+    scalar, real = getattr(np, variant.dtype), pointer_to(variant.dtype)
 
     @jit
     def run(job, item, row, count, n_start, start, stop, s, spare):
@@ -220,6 +318,11 @@ def scores_block(dtype: str, lanes: int):
                 col,
                 field(job, "bias_kind"),
                 spare,
+                item[BATCH],
+                h,
+                i,
+                n_start + item[FIRST_BIAS] + field(job, "first_key"),
+                field(job, "score_aux"),
             )
             i, r = next_row(i, r, group)
 

@@ -14,7 +14,7 @@ from .. import dropout
 from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
 from . import compile, threads
-from .job import BIAS_KINDS, ITEM_SIZE, PARTS, pack
+from .job import BIAS_KINDS, ITEM_SIZE, PARTS, aux_table, pack
 
 LOG2_E = 1.4426950408889634  # 1 / ln 2
 LN_2 = 0.6931471805599453
@@ -33,7 +33,12 @@ _ABSENT = (0,) * len(PARTS)
 
 def unavailable(variant: Variant) -> str:
     """Why this backend cannot run the variant, in one line; "" if it can."""
-    return compile.unavailable(("forward", variant)) or compile.unavailable(("combine", variant))
+    return compile.unavailable(("forward", variant)) or compile.unavailable(_combine_key(variant))
+
+
+def _combine_key(variant: Variant) -> tuple[str, Variant]:
+    """The splits of all modifiers merge alike."""
+    return "combine", Variant(variant.dtype, variant.storage)
 
 
 def kernel(name: str, variant: Variant) -> compile.Kernel:
@@ -111,7 +116,7 @@ def _prepare(plan: Plan) -> _Prepared:
     )
     return _Prepared(
         forward=kernel("forward", variant),
-        combine=kernel("combine", variant) if plan.num_splits > 1 else None,
+        combine=kernel(*_combine_key(variant)) if plan.num_splits > 1 else None,
         sizes=sizes,
         num_items=num_items,
         items_per_call=max(1, FLOP_PER_CALL * num_items // max(problem.flop, 1)),
@@ -181,7 +186,9 @@ def _write_lse(operands: Operands, state: np.ndarray) -> None:
 def _score_fields(problem: Problem, operands: Operands) -> tuple[int, int]:
     """The job's changes_scores and bias_kind."""
     kind = 0 if operands.bias is None else BIAS_KINDS.index(operands.bias.dtype.name)
-    return int(kind > 0 or problem.softcap > 0 or operands.alibi is not None), kind
+    changes = problem.softcap > 0 or operands.alibi is not None
+    changes = changes or problem.variant.score_mod is not None
+    return int(kind > 0 or changes), kind
 
 
 def _forget_batches(layouts: list[int]) -> None:
@@ -200,16 +207,29 @@ def _state_fields(operands: Operands, state: np.ndarray | None) -> tuple[int, in
 
 
 def _extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tuple[int, ...]:
-    """The job's alibi, sinks, ranges, starts and dropout_keys; the arrays go to `kept`."""
-    keys = None
+    """The job's fields from alibi to dropout_keys; the arrays go to `kept`."""
+    keys = score_aux = mask_aux = None
+    blocks = operands.block_mask
     if problem.dropout_p:
         keys = dropout.head_keys(problem.dropout_seed, problem.batch, problem.heads_q)
-    arrays = (operands.alibi, operands.sinks, operands.ranges, operands.starts, keys)
-    if all(array is None for array in arrays):
-        return _ABSENT[: len(arrays)]
-    contiguous = [None if a is None else np.ascontiguousarray(a) for a in arrays]
-    kept += [a for a in contiguous if a is not None]
-    return tuple(_address(a) for a in contiguous)
+    if operands.score_aux:
+        score_aux = aux_table(operands.score_aux)
+    if operands.mask_aux:
+        mask_aux = aux_table(operands.mask_aux)
+    arrays = (operands.alibi, operands.sinks, operands.ranges, operands.starts)
+    plain = tuple(None if a is None else np.ascontiguousarray(a) for a in arrays)
+    kept += [a for a in (*plain, score_aux, mask_aux, keys) if a is not None]
+    return (
+        *map(_address, plain),
+        problem.first_key,
+        _address(score_aux),
+        _address(mask_aux),
+        _address(blocks),
+        *((0,) * 4 if blocks is None else blocks.strides),
+        problem.block_mask_m,
+        problem.block_mask_n,
+        _address(keys),
+    )
 
 
 class _Share(NamedTuple):
