@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
+import hashlib
 import mmap
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -63,18 +66,21 @@ def run(machine, name, build, *arguments):
     The job holds one int64 per argument: an int as it is, an array's address.
     """
     job = np.array([a if isinstance(a, int) else address(a) for a in arguments], np.int64)
-    with (
-        mock.patch.object(compile, "host_target", return_value=machine.target),
-        # The cache knows the package's sources, not those of the tests.
-        mock.patch.object(compile, "cache_folder", return_value=None),
-    ):
-        kernel = compile.kernel(("test", name, machine), lambda unit: _wrapped(build(unit)))
+    key = ("test", name, machine, _digest(build.__code__.co_filename))
+    with mock.patch.object(compile, "host_target", return_value=machine.target):
+        kernel = compile.kernel(key, lambda unit: _wrapped(build(unit)))
     kernel(job.ctypes.data, 0, 1)
 
 
+@functools.cache
+def _digest(path):
+    """Of a test's source and this one: the cache knows only those of the package."""
+    return hashlib.sha256(Path(path).read_bytes() + Path(__file__).read_bytes()).hexdigest()
+
+
 def _wrapped(body):
-    from fastattn.cpu.simd import address as address_of
-    from fastattn.cpu.simd import pointer_to
+    from fastattn.cpu.memory import address as address_of
+    from fastattn.cpu.memory import pointer_to
 
     integers = pointer_to("int64")
 
@@ -152,6 +158,16 @@ def survives(function):
     return os.waitpid(child, 0)[1] == 0
 
 
+def numpy_dtype(name):
+    """The NumPy dtype of a name, bfloat16 included."""
+    return np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+
+
+def largest(dtype):
+    """The largest finite number of a dtype, bfloat16 included."""
+    return dtype.type(np.finfo(dtype).max if dtype.kind == "f" else float.fromhex("0x1.fep127"))
+
+
 def whole_numbers(rng, shape, dtype):
     """Small integers as floats: their products and sums are exact, in any order."""
     return rng.integers(-8, 9, shape).astype(dtype)
@@ -166,4 +182,13 @@ def _everywhere():
             yield pytest.param(machine, dtype, id=f"{machine}-{dtype}", marks=marks)
 
 
+def _stored():
+    """Each of those with each type that its operands may have in memory."""
+    for case in _everywhere():
+        machine, dtype = case.values
+        for storage in ("float32", "float16", "bfloat16") if dtype == "float32" else (dtype,):
+            yield pytest.param(machine, dtype, storage, id=f"{case.id}-{storage}", marks=case.marks)
+
+
 everywhere = pytest.mark.parametrize(("machine", "dtype"), list(_everywhere()))
+everywhere_stored = pytest.mark.parametrize(("machine", "dtype", "storage"), list(_stored()))

@@ -66,7 +66,7 @@ def on_stack(lines):
 
 def wrapped(body):
     """A kernel of the one C signature around body(job as a pointer to int64)."""
-    from fastattn.cpu.simd import address, pointer_to
+    from fastattn.cpu.memory import address, pointer_to
 
     integers = pointer_to("int64")
 
@@ -77,17 +77,18 @@ def wrapped(body):
     return kernel
 
 
-def product_loop(target, dtype, accumulate=False):
+def product_loop(target, dtype):
     """Assembly lines of the register tile's loop."""
+    from fastattn.cpu.memory import pointer_to
     from fastattn.cpu.microkernel import product, tile_shape
-    from fastattn.cpu.simd import ITEMSIZE, jit, pointer_to
+    from fastattn.cpu.registers import ITEMSIZE, jit
 
     real, (mr, nv) = pointer_to(dtype), tile_shape(target.unit)
-    tile = product(dtype, target.unit.lanes(ITEMSIZE[dtype]), mr, nv, accumulate)
+    tile = product(dtype, target.unit.lanes(ITEMSIZE[dtype]), mr, nv)
 
     @jit
     def body(job):
-        tile(real(job[0]), job[1], real(job[2]), job[3], real(job[4]), job[5], job[6])
+        tile(real(job[0]), job[1], real(job[2]), job[3], real(job[4]), job[5], job[6], job[7])
 
     (loop,) = loops(compile.assembly(wrapped(body), target))
     return loop
@@ -117,7 +118,8 @@ def test_a_tile_too_large_spills(target, monkeypatch):
 
 def row_kernel(target, dtype):
     """Assembly of the online softmax on one row."""
-    from fastattn.cpu.simd import ITEMSIZE, jit, pointer_to
+    from fastattn.cpu.memory import pointer_to
+    from fastattn.cpu.registers import ITEMSIZE, jit
     from fastattn.cpu.softmax import row_update
 
     real, update = pointer_to(dtype), row_update(dtype, target.unit.lanes(ITEMSIZE[dtype]))
@@ -143,12 +145,10 @@ ONE_LANE = r"(v\w+s[sd]\s+(?!.*\().*%xmm|f(madd|mul|add|sub)\s+[sd]\d)"
 @on_each_target
 @floats
 def test_softmax_loop_is_vectors_only(target, dtype):
-    from fastattn.cpu.simd import EXP2
+    from fastattn.cpu.elementary import EXP2
 
     assembly = row_kernel(target, dtype)
-    lines = [line.strip() for line in assembly.splitlines()]
-    assert not count(CALL, lines)
-    assert not count(MASKED_STORE, lines)
+    assert_plain(assembly)
     hot = [loop for loop in loops(assembly) if count(fused(target, dtype), loop) > 4]
     assert hot
     for loop in hot:
@@ -159,21 +159,44 @@ def test_softmax_loop_is_vectors_only(target, dtype):
 
 
 @on_each_target
-def test_masking_has_no_masked_stores(target):
+@floats
+def test_masking_has_no_masked_stores(target, dtype):
     from fastattn.cpu.masking import mask_row
-    from fastattn.cpu.simd import jit, pointer_to
+    from fastattn.cpu.memory import pointer_to
+    from fastattn.cpu.registers import ITEMSIZE, jit
 
-    apply = mask_row(Variant("float32", True, "float32"), target.unit)
-    real, truths = pointer_to("float32"), pointer_to("bool")
+    real, apply = pointer_to(dtype), mask_row(dtype, target.unit.lanes(ITEMSIZE[dtype]))
 
     @jit
     def body(job):
-        s, scale, mask, bias = real(job[0]), real(job[6])[0], truths(job[7]), real(job[9])
-        start, stop, low, high, width = job[1], job[2], job[3], job[4], job[5]
-        spare = real(job[11])
-        apply(s, start, stop, low, high, width, scale, mask, job[8], bias, job[10], spare)
+        s, start, stop, low, high, width = real(job[0]), job[1], job[2], job[3], job[4], job[5]
+        apply(s, start, stop, low, high, width, job[6], job[7], job[8], real(job[9]))
 
-    lines = [line.strip() for line in compile.assembly(wrapped(body), target).splitlines()]
+    assert_plain(compile.assembly(wrapped(body), target))
+
+
+@on_each_target
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+def test_changing_scores_calls_nothing(target, dtype):
+    from fastattn.cpu.masking import scores_row
+    from fastattn.cpu.memory import pointer_to
+    from fastattn.cpu.registers import ITEMSIZE, jit
+
+    real, apply = pointer_to(dtype), scores_row(dtype, target.unit.lanes(ITEMSIZE[dtype]))
+
+    @jit
+    def body(job):
+        s, start, stop, width, spare = real(job[0]), job[1], job[2], job[3], real(job[4])
+        scale, softcap, slope = real(job[5])[0], real(job[5])[1], real(job[5])[2]
+        bias, place, col, kind = job[7], job[8], job[9], job[10]
+        apply(s, start, stop, width, scale, softcap, job[6], slope, bias, place, col, kind, spare)
+
+    assert_plain(compile.assembly(wrapped(body), target))
+
+
+def assert_plain(assembly):
+    """Nothing is called, and no store is masked."""
+    lines = [line.strip() for line in assembly.splitlines()]
     assert not count(CALL, lines)
     assert not count(MASKED_STORE, lines)
 
@@ -194,28 +217,35 @@ def test_the_patterns_see_what_they_look_for():
     assert loops(".L1:\n\tnop\n\tjne .L1\n.L2:\n\tb.ne .L1\n\tret") == [["nop", "jne .L1"]]
 
 
+VARIANTS = {
+    storage: Variant("float64" if storage == "float64" else "float32", storage)
+    for storage in ("float32", "float64", "float16", "bfloat16")
+}
+
+
+def _rare():
+    """The variants that are left to slow runs."""
+    for storage, variant in VARIANTS.items():
+        if storage != "float32":
+            yield pytest.param(variant, id=storage, marks=pytest.mark.slow)
+
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
 @on_each_target
-def test_combine_kernel_needs_nothing_from_outside(target):
+@pytest.mark.parametrize("variant", [pytest.param(VARIANTS["float32"], id="float32"), *_rare()])
+def test_combine_kernel_needs_nothing_from_outside(target, variant):
     from fastattn.cpu.decode import combine_kernel
 
-    kernel = combine_kernel(Variant("float32"), target.unit)
+    kernel = combine_kernel(variant, target.unit)
     _, code = compile.compile_object(kernel, target)  # raises if it does
     assert len(code) < 10_000
 
 
 @pytest.mark.slow
 @on_each_target
-@pytest.mark.parametrize(
-    "variant",
-    [
-        Variant("float32"),
-        Variant("float64"),
-        Variant("float32", True, "float16"),
-        Variant("float64", True, "float32"),
-        Variant("float32", False, "float64"),
-    ],
-    ids=lambda v: f"{v.dtype}-{'mask' if v.has_mask else ''}-{v.bias_dtype}",
-)
+@each_variant
 def test_forward_kernel_needs_nothing_from_outside(target, variant):
     from fastattn.cpu.forward import forward_kernel
 

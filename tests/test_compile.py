@@ -1,269 +1,23 @@
-"""The cache of machine code, the names of targets, and what happens where no compiler works."""
+"""Names of targets, the compiler, and what happens where none works."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cases import Case
 from oracle import assert_within_budget, judge
+from processes import PACKAGE, SMALL, fresh, start
 
 import fastattn
 from fastattn.cpu import compile
 
 pytest.importorskip("numba")
 
-PACKAGE = Path(fastattn.__file__).parent
-# A kernel that compiles at once: it leaves 2**0, as simd.py has it, and a number of its own.
-SMALL = """
-import json, sys
-import numpy as np
-from fastattn.cpu import compile
-
-def build(unit):
-    from fastattn.cpu.simd import address, operations, pointer_to
-    simd = operations("float32", unit.lanes(4))
-    real, exp2, splat, store = pointer_to("float32"), simd.exp2, simd.splat, simd.store
-    def kernel(job, scratch, quota):
-        store(real(address(job)), 0, exp2(splat(np.float32(0))))
-        return quota + 1
-    return kernel
-
-out = np.zeros(64, np.float32)
-run = compile.kernel("small", build)
-answer = run(out.ctypes.data, 0, 41)
-print(json.dumps([answer, float(out[0]), "numba" in sys.modules]))
-"""
-CALL = """
-import json, sys
-import numpy as np
-import fastattn
-q = np.ones((5, 3), np.float32)
-out = fastattn.attention(q, q, q)
-plan = fastattn.explain(q, q, q)
-print(json.dumps([bool((out == 1).all()), plan.backend, dict(plan.rejected).get("cpu", "")]))
-"""
-
-
-def start(code, cache, *flags, **environment):
-    """A process of its own that runs `code` with this cache and these variables."""
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("FASTATTN_")}
-    if cache is not None:
-        variables["FASTATTN_CACHE"] = str(cache)
-    variables["PYTHONPATH"] = str(PACKAGE.parent)
-    for name, value in environment.items():
-        variables.pop(name, None)
-        if value is not None:
-            variables[name] = str(value)
-    # Python looks for modules where it is started: at the root, there are none.
-    command = [sys.executable, "-W", "error", *flags, "-c", code]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=variables, cwd=Path(os.sep), **pipes)
-
-
-def finish(process):
-    """What the process printed, as JSON. It must not have said anything else."""
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    assert err == ""
-    return json.loads(out)
-
-
-def fresh(code, cache, *flags, **environment):
-    return finish(start(code, cache, *flags, **environment))
-
-
-def entries(folder):
-    return sorted(path for path in folder.iterdir()) if folder.exists() else []
-
-
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory):
-    """A cache that holds the small kernel."""
-    folder = tmp_path_factory.mktemp("cache") / "below" / "fastattn"
-    assert fresh(SMALL, folder) == [42, 1.0, True]
-    return folder
-
-
-@pytest.fixture
-def cache(filled, tmp_path):
-    """A copy of it that a test may spoil."""
-    folder = tmp_path / "cache"
-    shutil.copytree(filled, folder)
-    folder.chmod(0o700)
-    return folder
-
-
-# --- the cache ----------------------------------------------------------------------------------
-
-
-def test_folder_and_entry_are_private(filled):
-    (entry,) = entries(filled)
-    assert entry.suffix == ".obj"
-    if os.name == "posix":
-        assert stat.S_IMODE(filled.stat().st_mode) == 0o700
-        assert stat.S_IMODE(entry.stat().st_mode) == 0o600
-
-
-def test_second_process_imports_no_numba(cache):
-    before = [(path.name, path.stat().st_mtime_ns) for path in entries(cache)]
-    assert fresh(SMALL, cache) == [42, 1.0, False]
-    assert [(path.name, path.stat().st_mtime_ns) for path in entries(cache)] == before
-
-
-def test_cache_0_writes_nothing(tmp_path):
-    assert fresh(SMALL, 0, HOME=tmp_path, XDG_CACHE_HOME=tmp_path) == [42, 1.0, True]
-    assert not entries(tmp_path)
-
-
-def test_default_folder(tmp_path, monkeypatch):
-    monkeypatch.delenv("FASTATTN_CACHE", raising=False)
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert compile.cache_folder() == tmp_path / "xdg" / "fastattn"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert compile.cache_folder() == tmp_path / "home" / ".cache" / "fastattn"
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert compile.cache_folder() == tmp_path / "home" / "Library" / "Caches" / "fastattn"
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert compile.cache_folder() == tmp_path / "local" / "fastattn"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="permission bits")
-def test_folder_that_others_can_write_is_ignored(cache, monkeypatch):
-    monkeypatch.setenv("FASTATTN_CACHE", str(cache))
-    before = entries(cache)
-    for mode, used in ((0o700, True), (0o755, True), (0o770, False), (0o702, False)):
-        cache.chmod(mode)
-        assert (compile.cache_folder() == cache) is used
-    assert fresh(SMALL, cache) == [42, 1.0, True]  # compiled, though an entry lies there
-    assert entries(cache) == before
-
-
-@pytest.mark.skipif(os.name != "posix", reason="user numbers")
-def test_folder_of_another_user_is_ignored(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
-    tmp_path.chmod(0o700)
-    assert compile.cache_folder() == tmp_path
-    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    assert compile.cache_folder() is None
-
-
-def damage(content, how):
-    middle = len(content) // 2
-    return {
-        "empty": b"",
-        "magic only": content[: len(compile.MAGIC)],
-        "truncated": content[:middle],
-        "one byte short": content[:-1],
-        "one byte more": content + b"\0",
-        "garbage": bytes(range(256)) * 40,
-        "bit flipped": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :],
-        "name changed": content.replace(b"kernel", b"kermel", 1),
-        "foreign version": content.replace(compile.MAGIC, b"fastattn object 0\n", 1),
-    }[how]
-
-
-HOW = "empty, magic only, truncated, one byte short, one byte more, garbage, bit flipped, "
-HOW = (HOW + "name changed, foreign version").split(", ")
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_damaged_entry_is_not_read(cache, how):
-    (path,) = entries(cache)
-    whole = compile._read_entry(path)
-    assert whole is not None
-    broken = damage(path.read_bytes(), how)
-    assert broken != path.read_bytes()
-    path.write_bytes(broken)
-    assert compile._read_entry(path) is None
-    compile._write_entry(path, *whole)
-    assert compile._read_entry(path) == whole
-    assert entries(cache) == [path], "a temporary file was left"
-
-
-def test_damaged_entry_is_replaced(cache):
-    (path,) = entries(cache)
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole, "bit flipped"))
-    assert fresh(SMALL, cache) == [42, 1.0, True]
-    assert entries(cache) == [path]
-    assert compile._read_entry(path) is not None
-    assert fresh(SMALL, cache) == [42, 1.0, False]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="places where no folder can be made")
-def test_unwritable_place_is_silent(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("in the way")
-    for place in ("/dev/null/cache", "/proc/nowhere", tmp_path / "file", tmp_path / "file" / "x"):
-        monkeypatch.setenv("FASTATTN_CACHE", str(place))
-        assert compile.cache_folder() is None
-    assert fresh(SMALL, None, HOME="/dev/null", XDG_CACHE_HOME=None) == [42, 1.0, True]
-
-
-def test_missing_home_is_silent(monkeypatch):
-    def missing():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("FASTATTN_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("LOCALAPPDATA", raising=False)
-    monkeypatch.setattr(Path, "home", missing)
-    assert compile.cache_folder() is None
-
-
-def test_folder_that_fills_up_is_silent(tmp_path, monkeypatch):
-    def full(source, target):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    compile._write_entry(tmp_path / "entry.obj", "name", b"code")
-    assert not entries(tmp_path)
-
-
-def test_several_processes_at_once(tmp_path):
-    processes = [start(SMALL, tmp_path / "cache") for _ in range(4)]
-    assert all(finish(process)[:2] == [42, 1.0] for process in processes)
-    assert len(entries(tmp_path / "cache")) == 1
-    assert fresh(SMALL, tmp_path / "cache") == [42, 1.0, False]
-
-
-def test_edited_sources_make_new_code(tmp_path, cache):
-    """The same sources elsewhere find the entry; an edit does not, and what it says runs."""
-    copy = tmp_path / "copy" / "fastattn"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    where = {"PYTHONPATH": copy.parent, "PYTHONDONTWRITEBYTECODE": 1}
-    assert fresh(SMALL, cache, **where) == [42, 1.0, False]
-    simd = copy / "cpu" / "simd.py"
-    text = simd.read_text()
-    assert text.count("        1.0,\n        0.693147205353,") == 1
-    simd.write_text(text.replace("1.0,\n        0.693147205", "1.5,\n        0.693147205"))
-    assert fresh(SMALL, cache, **where) == [42, 1.5, True]
-    assert fresh(SMALL, cache, **where) == [42, 1.5, False]
-    assert fresh(SMALL, cache) == [42, 1.0, False]  # both stay
-    assert len(entries(cache)) == 2
-
-
-def test_key_and_target_are_part_of_the_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
-    tmp_path.chmod(0o700)
-    a, b = (compile.Target("x86_64-unknown-linux-gnu", cpu, "") for cpu in ("x86-64-v3", "znver4"))
-    paths = {compile._entry_path(key, target) for key in ("k", ("k", 1)) for target in (a, b)}
-    assert len(paths) == 4
-    monkeypatch.setattr(compile, "_version", lambda package: "0.1" if package == "numba" else "")
-    assert compile._entry_path("k", a) not in paths
-
-
-# --- targets ------------------------------------------------------------------------------------
+# --- targets --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -361,7 +115,7 @@ def test_named_target_is_within_budget(tmp_path, named_target, name):
     assert_within_budget(np.array(out, np.float32), exact, formula)
 
 
-# --- the compiler -------------------------------------------------------------------------------
+# --- the compiler ---------------------------------------------------------------------------------
 
 
 def test_new_arrays_compile_nothing(monkeypatch):
@@ -437,8 +191,17 @@ def test_level_is_restored_after_an_error():
     assert before == config.OPT
 
 
-# --- no compiler --------------------------------------------------------------------------------
+# --- no compiler ----------------------------------------------------------------------------------
 
+CALL = """
+import json, sys
+import numpy as np
+import fastattn
+q = np.ones((5, 3), np.float32)
+out = fastattn.attention(q, q, q)
+plan = fastattn.explain(q, q, q)
+print(json.dumps([bool((out == 1).all()), plan.backend, dict(plan.rejected).get("cpu", "")]))
+"""
 BROKEN = {
     "numba missing": ("numba", "raise ModuleNotFoundError(name='numba')", "numba is not installed"),
     "llvmlite missing": (
@@ -475,7 +238,13 @@ except ImportError as error:
 """
 
 
-@pytest.mark.parametrize("how", BROKEN)
+def _broken():
+    """Missing packages; the other faults are left to slow runs."""
+    for how in BROKEN:
+        yield pytest.param(how, marks=[] if how.endswith("missing") else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("how", list(_broken()))
 def test_without_a_compiler_numpy_answers(tmp_path, how):
     name, text, reason = BROKEN[how]
     (tmp_path / "broken").mkdir()
@@ -489,7 +258,7 @@ def test_without_a_compiler_numpy_answers(tmp_path, how):
     assert message.endswith("backend='auto' falls back to NumPy.")
 
 
-# --- how long -----------------------------------------------------------------------------------
+# --- how long -------------------------------------------------------------------------------------
 
 TIMED = """
 import json, sys, time

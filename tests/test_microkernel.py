@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernels import Guarded, everywhere, lanes_of, run, tile_of, whole_numbers
+from kernels import (
+    Guarded,
+    everywhere,
+    everywhere_stored,
+    lanes_of,
+    largest,
+    numpy_dtype,
+    run,
+    tile_of,
+    whole_numbers,
+)
 
 DEPTHS = [0, 1, 2, 3, 64, 65]
 
@@ -16,25 +26,17 @@ def products(dtype):
     """Kernel (panel registers, accumulate, rows, a, rs_a, b, rs_b, c, rs_c, depth)."""
 
     def build(unit):
+        from fastattn.cpu.memory import pointer_to
         from fastattn.cpu.microkernel import panel_product
-        from fastattn.cpu.simd import jit, pointer_to
+        from fastattn.cpu.registers import jit
 
-        real = pointer_to(dtype)
-        set_1, add_1 = (panel_product(dtype, unit, 1, accumulate) for accumulate in (False, True))
-        set_2, add_2 = (panel_product(dtype, unit, 2, accumulate) for accumulate in (False, True))
+        real, apply = pointer_to(dtype), panel_product(dtype, unit)
 
         @jit
         def body(job):
-            nv, accumulate, rows, rs_a, rs_b = job[0], job[1], job[2], job[4], job[6]
+            wide, accumulate, rows, rs_a, rs_b = job[0] > 1, job[1], job[2], job[4], job[6]
             a, b, c, rs_c, depth = real(job[3]), real(job[5]), real(job[7]), job[8], job[9]
-            if nv == 1 and accumulate == 0:
-                set_1(rows, a, rs_a, b, rs_b, c, rs_c, depth)
-            elif nv == 1:
-                add_1(rows, a, rs_a, b, rs_b, c, rs_c, depth)
-            elif accumulate == 0:
-                set_2(rows, a, rs_a, b, rs_b, c, rs_c, depth)
-            else:
-                add_2(rows, a, rs_a, b, rs_b, c, rs_c, depth)
+            apply(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate)
 
         return body
 
@@ -98,20 +100,21 @@ def test_product_errs_as_one_chain_of_fused_steps(machine, dtype, rng):
 # --- packing ------------------------------------------------------------------------------------
 
 
-def packers(dtype):
+def packers(dtype, storage):
     """Kernel (which, result, source, row stride, column stride, sizes 3, destination)."""
 
     def build(unit):
+        from fastattn.cpu.memory import pointer_to
         from fastattn.cpu.microkernel import pack_k, pack_v, transpose_square
-        from fastattn.cpu.simd import ITEMSIZE, jit, pointer_to
+        from fastattn.cpu.registers import ITEMSIZE, jit
 
-        real, integers = pointer_to(dtype), pointer_to("int64")
-        keys, values = pack_k(dtype, unit), pack_v(dtype, unit)
-        square = transpose_square(dtype, unit.lanes(ITEMSIZE[dtype]))
+        real, stored, integers = pointer_to(dtype), pointer_to(storage), pointer_to("int64")
+        keys, values = pack_k(dtype, unit, storage), pack_v(dtype, unit, storage)
+        square = transpose_square(dtype, unit.lanes(ITEMSIZE[dtype]), storage)
 
         @jit
         def body(job):
-            source, rs, cs, to = real(job[2]), job[3], job[4], real(job[8])
+            source, rs, cs, to = stored(job[2]), job[3], job[4], real(job[8])
             if job[0] == 0:
                 keys(source, rs, cs, job[5], job[6], to)
             elif job[0] == 1:
@@ -129,8 +132,8 @@ def pack(machine, which, source, sizes, to):
     answer = np.full(1, -1, np.int64)
     strides = (s // source.itemsize for s in source.strides)
     sizes = (*sizes, 0, 0)[:3]
-    name = ("packers", source.dtype.name)
-    run(machine, name, packers(source.dtype.name), which, answer, source, *strides, *sizes, to)
+    types = to.dtype.name, source.dtype.name
+    run(machine, ("packers", types), packers(*types), which, answer, source, *strides, *sizes, to)
     return answer[0]
 
 
@@ -150,23 +153,24 @@ def layouts(a):
         yield view
 
 
-@everywhere
-def test_transpose_square(machine, dtype, rng):
+@everywhere_stored
+def test_transpose_square(machine, dtype, storage, rng):
     lanes = lanes_of(machine, dtype)
     for last in (0, 1, lanes // 2, lanes - 1):
-        k, panel = rng.random((lanes, lanes + 3)).astype(dtype), Guarded((lanes, lanes), dtype, 5)
+        k = rng.random((lanes, lanes + 3)).astype(numpy_dtype(storage))
+        panel = Guarded((lanes, lanes), dtype, 5)
         k[last + 1 :] = np.nan
         pack(machine, 2, k, (last, panel.stride), panel)
         panel.check(k[np.minimum(np.arange(lanes), last), :lanes].T)
 
 
-@everywhere
-def test_pack_k(machine, dtype, rng):
+@everywhere_stored
+def test_pack_k(machine, dtype, storage, rng):
     _, _, nr = tile_of(machine, dtype)
     lanes = lanes_of(machine, dtype)
     for count in (1, 2, lanes - 1, lanes, lanes + 1, nr - 1, nr, nr + 1, 3 * nr + 1):
         for head_dim in (1, lanes - 1, lanes, lanes + 1, 2 * lanes + 3):
-            for k in layouts(rng.random((count, head_dim)).astype(dtype)):
+            for k in layouts(rng.random((count, head_dim)).astype(numpy_dtype(storage))):
                 padded = -(-count // lanes) * lanes
                 panels = Guarded((-(-count // nr) * head_dim * nr,), dtype)
                 pack(machine, 0, k, (count, head_dim), panels)
@@ -178,13 +182,13 @@ def test_pack_k(machine, dtype, rng):
                 assert np.isnan(got[padded:]).all()
 
 
-@everywhere
-def test_pack_v(machine, dtype, rng):
+@everywhere_stored
+def test_pack_v(machine, dtype, storage, rng):
     _, _, nr = tile_of(machine, dtype)
     lanes = lanes_of(machine, dtype)
     for count in (1, 2, 5):
         for width in (1, lanes - 1, lanes, lanes + 1, nr - 1, nr, nr + 1, 2 * nr + lanes + 1):
-            for v in layouts(rng.random((count, width)).astype(dtype)):
+            for v in layouts(rng.random((count, width)).astype(numpy_dtype(storage))):
                 block_n, padded = count + 3, -(-width // lanes) * lanes
                 panels = Guarded((block_n * padded,), dtype)
                 assert pack(machine, 1, v, (count, block_n, width), panels) == 0
@@ -199,14 +203,13 @@ def test_pack_v(machine, dtype, rng):
                     )
 
 
-@everywhere
+@everywhere_stored
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_pack_v_tells_of_values_that_are_not_finite(machine, dtype, value):
+def test_pack_v_tells_of_values_that_are_not_finite(machine, dtype, storage, value):
     _, _, nr = tile_of(machine, dtype)
     width = nr + 3
-    largest = np.finfo(dtype).max
     for place in range(2 * width):
-        v = np.full((2, width), largest, dtype)
+        v = np.full((2, width), largest(numpy_dtype(storage)))
         panels = Guarded((2 * 2 * nr,), dtype)
         assert pack(machine, 1, v, (2, 2, width), panels) == 0
         v[divmod(place, width)] = value
@@ -216,15 +219,16 @@ def test_pack_v_tells_of_values_that_are_not_finite(machine, dtype, value):
 # --- the products of a block --------------------------------------------------------------------
 
 
-def blocks(dtype):
+def blocks(dtype, storage):
     """Kernel (which, then the arguments of score_block, few_scores, output_block)."""
 
     def build(unit):
+        from fastattn.cpu.memory import pointer_to
         from fastattn.cpu.products import few_scores, output_block, score_block
-        from fastattn.cpu.simd import jit, pointer_to
+        from fastattn.cpu.registers import jit
 
-        real = pointer_to(dtype)
-        packed, lying = score_block(dtype, unit), few_scores(dtype, unit)
+        real, stored = pointer_to(dtype), pointer_to(storage)
+        packed, lying = score_block(dtype, unit), few_scores(dtype, unit, storage)
         output = output_block(dtype, unit)
 
         @jit
@@ -233,8 +237,8 @@ def blocks(dtype):
             if job[0] == 0:
                 packed(a, count, job[6], b, job[7], job[8], c, rs_c)
             elif job[0] == 1:
-                v, part = real(job[9]), real(job[12])
-                lying(a, count, job[6], b, job[7], job[8], c, rs_c, v, job[10], job[11], part)
+                k, v, part = stored(job[3]), stored(job[9]), real(job[12])
+                lying(a, count, job[6], k, job[7], job[8], c, rs_c, v, job[10], job[11], part)
             else:
                 output(a, job[6], count, b, job[7], job[8], job[9], job[10], c, rs_c)
 
@@ -245,9 +249,10 @@ def blocks(dtype):
 
 def on_block(machine, which, a, b, c, *rest):
     """Call a product of a block on count rows a, keys or values b, output c."""
-    name = ("blocks", a.dtype.name)
+    types = a.dtype.name, b.dtype.name
     sizes = (*rest, 0, 0, 0, 0, 0)[:7]
-    run(machine, name, blocks(a.dtype.name), which, a, a.view.shape[0], b, c, c.stride, *sizes)
+    rows = a.view.shape[0]
+    run(machine, ("blocks", types), blocks(*types), which, a, rows, b, c, c.stride, *sizes)
 
 
 def packed_keys(k, nr):
@@ -256,9 +261,9 @@ def packed_keys(k, nr):
     return np.ascontiguousarray(k[rows].reshape(-1, nr, k.shape[1]).swapaxes(1, 2))
 
 
-@everywhere
+@everywhere_stored
 @pytest.mark.parametrize("head_dim", [1, 16, 17, 63, 64, 65, 128, 150])
-def test_scores_of_a_block(machine, dtype, head_dim, rng):
+def test_scores_of_a_block(machine, dtype, storage, head_dim, rng):
     """From packed keys and from keys as they lie: the product, and the same bits."""
     _, _, nr = tile_of(machine, dtype)
     lanes = lanes_of(machine, dtype)
@@ -266,14 +271,15 @@ def test_scores_of_a_block(machine, dtype, head_dim, rng):
         for keys in (1, lanes - 1, lanes, lanes + 1, 2 * nr - 1, 3 * nr):
             padded = -(-keys // lanes) * lanes
             q = Guarded((count, head_dim), dtype)
-            k = Guarded((keys, head_dim), dtype, gap=keys % 2 * 3)
+            k = Guarded((keys, head_dim), numpy_dtype(storage), gap=keys % 2 * 3)
             part = Guarded((5 * lanes,), dtype)
             q.view[...] = rng.standard_normal(q.view.shape)
             k.view[...] = rng.standard_normal(k.view.shape)
             exact = q.view.astype(float) @ k.view.astype(float).T
-            bound = np.abs(q.view).astype(float) @ np.abs(k.view).astype(float).T
+            bound = np.abs(q.view.astype(float)) @ np.abs(k.view.astype(float)).T
             packed, lying = (Guarded((count, padded), dtype, gap=5) for _ in range(2))
-            on_block(machine, 0, q, packed_keys(k.view, nr), packed, head_dim, 0, padded)
+            keys_packed = packed_keys(k.view.astype(dtype), nr)
+            on_block(machine, 0, q, keys_packed, packed, head_dim, 0, padded)
             on_block(machine, 1, q, k, lying, head_dim, k.stride, keys, k, k.stride, 9, part)
             error = np.abs(packed.view[:, :keys] - exact)
             assert (error <= head_dim * np.finfo(dtype).eps * bound).all()

@@ -19,7 +19,9 @@ def problem(seqlen_q=512, seqlen_k=512, *, batch=1, heads=8, heads_kv=None, **mo
     sizes = {"batch": batch, "heads_q": heads, "heads_kv": heads_kv or heads}
     sizes |= {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 64, "head_dim_v": 64}
     rest = {"scale": 0.125, "offset": seqlen_k - seqlen_q, "left": None, "right": None}
-    return Problem(Variant(more.pop("dtype", "float32")), **(sizes | rest | more))
+    dtype = more.pop("dtype", "float32")
+    variant = Variant(dtype, more.pop("storage", dtype))
+    return Problem(variant, **(sizes | rest | more))
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +99,9 @@ def test_block_m_is_bounded(threads, heads):
 
 
 def test_blocks_that_fix_the_bits_depend_on_the_dtype_only(with_cpu):
-    for dtype in ("float32", "float64"):
+    for dtype, storage in (("float32", "float32"), ("float64", "float64"), ("float32", "float16")):
         plans = [
-            on(threads, problem(m, n, batch=batch, heads_kv=2, dtype=dtype))
+            on(threads, problem(m, n, batch=batch, heads_kv=2, dtype=dtype, storage=storage))
             for threads in (1, 2, 64)
             for m, n, batch in ((1, 1, 1), (1, 5000, 1), (700, 700, 3), (5000, 40, 2))
         ]
@@ -176,6 +178,8 @@ def test_work_counts_visible_pairs(with_cpu):
     assert replace(full, right=0).visible_pairs == 500_500
     assert replace(full, left=0, right=0).visible_pairs == 1000
     assert replace(full, offset=-1000, right=0).visible_pairs == 0
+    assert replace(full, chunk=100).visible_pairs == 100_000
+    assert replace(full, chunk=300, right=0).visible_pairs == 3 * 45_150 + 5050
     assert full.flop == 2 * 8 * 1_000_000 * 128
 
 
@@ -184,18 +188,17 @@ def test_work_counts_visible_pairs(with_cpu):
 
 def test_text_of_a_plan(with_cpu):
     text = str(on(2, problem(1, 4096, heads=32, heads_kv=8)))
-    assert (
-        text.splitlines()
-        == [
-            "backend     cpu: the compiled kernel is the fastest here",
-            "not numpy   slower: its scores and probabilities go through memory",
-            "problem     1 x 32 heads over 8, 1 queries x 4096 keys, head_dim 64/64, float32",
-            "work        0.0336 Gflop over 4096 visible pairs a head",
-            f"blocks      block_m 4, block_n 256, mc {MC}, split_n 1024",
-            "threads     2 for 8 work items",
-        ]
-        or "along the keys" in text.splitlines()[-1]
-    )
+    assert text.splitlines() == [
+        "backend     cpu: the compiled kernel is the fastest here",
+        "not numpy   slower: its scores and probabilities go through memory",
+        "problem     1 x 32 heads over 8, 1 queries x 4096 keys, head_dim 64/64, float32",
+        "work        0.0336 Gflop over 4096 visible pairs a head",
+        f"blocks      block_m 4, block_n 256, mc {MC}, split_n 1024",
+        "threads     2 for 8 work items",
+    ]
+    split = str(on(2, problem(1, 4096, heads=4, storage="bfloat16"))).splitlines()
+    assert split[2].endswith("head_dim 64/64, bfloat16")
+    assert split[-1] == "threads     2 for 16 work items, 4 along the keys"
     assert "backend     numpy: asked for by name" in str(plan(problem(), "numpy"))
 
 

@@ -1,39 +1,30 @@
-"""What happens to one row of scores, alone against NumPy: softmax, merge, mask and bias."""
+"""The softmax of one row, alone against NumPy: update, dropout, sink, merge and careful product."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-
 import numpy as np
 import pytest
-from kernels import (
-    Guarded,
-    at_page_end,
-    everywhere,
-    lanes_of,
-    run,
-    survives,
-    tile_of,
-    whole_numbers,
-)
+from kernels import Guarded, everywhere, lanes_of, run, tile_of, whole_numbers
 
-from fastattn.problem import Variant
+from fastattn import dropout
 
-# --- softmax ------------------------------------------------------------------------------------
+LOG2_E = 1.4426950408889634
 
 
 def softmaxes(dtype):
-    """Kernel (which, then the arguments of row_update, merge or careful_product)."""
+    """Kernel (which, then what row_update, merge, careful_product, drop_row or add_sink takes)."""
 
     def build(unit):
+        from fastattn.cpu.memory import pointer_to
         from fastattn.cpu.products import careful_product
-        from fastattn.cpu.simd import ITEMSIZE, jit, pointer_to
-        from fastattn.cpu.softmax import merge, row_update
+        from fastattn.cpu.registers import ITEMSIZE, jit
+        from fastattn.cpu.rows import add_sink
+        from fastattn.cpu.softmax import drop_row, merge, row_update
 
         real, lanes = pointer_to(dtype), unit.lanes(ITEMSIZE[dtype])
         update, fold = row_update(dtype, lanes), merge(dtype, lanes)
-        careful = careful_product(dtype, unit)
+        careful, drop = careful_product(dtype, unit), drop_row(dtype, lanes)
+        sink, integers = add_sink(dtype, lanes), pointer_to("int64")
 
         @jit
         def body(job):
@@ -45,8 +36,13 @@ def softmaxes(dtype):
             elif job[0] == 1:
                 part_max, part_sum = real(job[2])[0], real(job[3])[0]
                 fold(acc, state, real(job[8]), first, part_max, part_sum, job[6])
-            else:
+            elif job[0] == 2:
                 careful(first, real(job[4]), job[7], job[2], job[3], acc, job[6])
+            elif job[0] == 3:
+                key = np.uint64(integers(job[5])[0])
+                drop(first, job[2], job[3], job[4], key, job[6])
+            else:
+                sink(first[0], acc, state, real(job[8]), job[6])
 
         return body
 
@@ -227,144 +223,90 @@ def test_careful_product_reads_the_value_of_a_key_that_weighs_plus_zero(machine,
         acc.check(np.full(lanes, np.nan if seen else 1))
 
 
-# --- mask and bias ------------------------------------------------------------------------------
-
-VARIANTS = [(True, ""), (False, "float16"), (False, "float32"), (True, "float64"), (False, "")]
-
-
-def masks(dtype):
-    """Kernel (which, s, start, stop, low, high, width, scale, mask, its col, bias, col, spare)."""
-
-    def build(unit):
-        from fastattn.cpu.masking import mask_row
-        from fastattn.cpu.simd import jit, pointer_to
-
-        real, truths = pointer_to(dtype), pointer_to("bool")
-        halves, singles, doubles = (pointer_to(f"float{bits}") for bits in (16, 32, 64))
-        with_mask, half, single, both, window = (
-            mask_row(Variant(dtype, *variant), unit) for variant in VARIANTS
-        )
-
-        @jit
-        def body(job):
-            s, start, stop, low, high, width = real(job[1]), job[2], job[3], job[4], job[5], job[6]
-            scale, mask, m_col = real(job[7])[0], truths(job[8]), job[9]
-            bias, b_col, spare = job[10], job[11], real(job[12])
-            sizes = (start, stop, low, high, width, scale)
-            start, stop, low, high, width, scale = sizes
-            if job[0] == 0:
-                none = real(bias)
-                with_mask(s, start, stop, low, high, width, scale, mask, m_col, none, b_col, spare)
-            elif job[0] == 1:
-                to = halves(bias)
-                half(s, start, stop, low, high, width, scale, mask, m_col, to, b_col, spare)
-            elif job[0] == 2:
-                to = singles(bias)
-                single(s, start, stop, low, high, width, scale, mask, m_col, to, b_col, spare)
-            elif job[0] == 3:
-                to = doubles(bias)
-                both(s, start, stop, low, high, width, scale, mask, m_col, to, b_col, spare)
-            else:
-                none = real(bias)
-                window(s, start, stop, low, high, width, scale, mask, m_col, none, b_col, spare)
-
-        return body
-
-    return build
-
-
-def spaced(a, col):
-    """a with its elements `col` apart, and poison between and after them."""
-    if col == 0:
-        return a[:1].copy()
-    poison = True if a.dtype == bool else np.nan
-    room = np.full(len(a) * col + 64, poison, a.dtype)
-    room[: len(a) * col : col] = a
-    return room
+# --- dropout ------------------------------------------------------------------------------------
 
 
 @everywhere
-@pytest.mark.parametrize("which", range(len(VARIANTS)), ids=str)
-@pytest.mark.parametrize("col", [1, 3, 0])
-def test_mask_row(machine, dtype, which, col, rng):
-    has_mask, bias_dtype = VARIANTS[which]
-    lanes, kind = lanes_of(machine, dtype), np.dtype(dtype).type
-    spare, scale = Guarded((lanes,), dtype), np.array([0.75], kind)
-    for width in (1, lanes - 1, lanes, lanes + 1, 3 * lanes - 1, 3 * lanes):
-        stop = -(-width // lanes) * lanes
-        for low, high in ((0, width), (1, width), (0, width - 1), (lanes, 2 * lanes), (2, 1)):
-            s = Guarded((stop,), dtype, value=whole_numbers(rng, stop, dtype))
-            s.view[rng.random(stop) < 0.2] = np.nan
-            mask = rng.random(width) < 0.7
-            bias = whole_numbers(rng, width, bias_dtype or dtype)
-            bias[rng.random(width) < 0.3] = -np.inf
-            if col == 0:
-                mask[:], bias[:] = mask[0], bias[0]
-            j = np.arange(stop)
-            visible = (j >= low) & (j < min(high, width))
-            x = s.view.astype(np.float64)
-            if has_mask:
-                visible[:width] &= mask
-            if bias_dtype:
-                visible[:width] &= bias > -np.inf
-                x[:width] = x[:width] * 0.75 + bias.astype(float) * 1.4426950408889634
-            expected = np.where(visible, np.where(np.isnan(x), np.inf, x), -np.inf)
-            arrays = spaced(mask, col), col, spaced(bias, col), col, spare
-            window = (0, stop, low, min(high, width), width)
-            run(machine, ("masks", dtype), masks(dtype), which, s, *window, scale, *arrays)
-            s.check()
-            spare.check()
-            seen = np.isfinite(expected)
-            np.testing.assert_array_equal(s.view[~seen], expected[~seen])
-            error = np.abs(s.view[seen] - expected[seen])
-            roundings = 4 * np.finfo(dtype).eps if bias_dtype else 0
-            assert (error <= roundings * np.maximum(abs(expected[seen]), 12)).all()
-
-
-@everywhere
-def test_mask_row_leaves_the_keys_outside_its_range_alone(machine, dtype):
+def test_drop_row(machine, dtype, rng):
+    """What is dropped becomes 0; an excluded key stays marked, and NaN stays NaN."""
     lanes = lanes_of(machine, dtype)
-    s, one = Guarded((4 * lanes,), dtype, value=1), np.ones(4 * lanes, dtype)
-    truth, spare = np.zeros(4 * lanes, bool), Guarded((lanes,), dtype)
-    window = (lanes, 3 * lanes, 0, 4 * lanes, 4 * lanes)
-    run(machine, ("masks", dtype), masks(dtype), 0, s, *window, one, truth, 1, one, 1, spare)
-    s.check(np.repeat([1, -np.inf, -np.inf, 1], lanes))
+    keys = dropout.head_keys(11, 1, 4)[0]
+    for dropout_p, key in zip((0.0, 0.3, 0.8, 1.0), keys, strict=True):
+        threshold = dropout.threshold(dropout_p)
+        for start, stop, first_j in ((0, lanes, 0), (0, 4 * lanes, 7), (2 * lanes, 3 * lanes, 999)):
+            p = Guarded((4 * lanes,), dtype, value=rng.random(4 * lanes))
+            p.view[rng.random(4 * lanes) < 0.2] = -0.0
+            p.view[rng.random(4 * lanes) < 0.1] = np.nan
+            before, j = p.view.copy(), np.arange(start, stop)
+            softmax(machine, dtype, 3, p, start, stop, first_j, key.reshape(1), threshold)
+            keep = dropout.kept(np.array([key]), first_j + j, dropout_p)[0]
+            expected = before.copy()
+            expected[start:stop] = np.where(keep, before[start:stop], before[start:stop] * 0)
+            p.check(expected)
+            np.testing.assert_array_equal(np.signbit(p.view), np.signbit(before))
+    assert not keep.any()
+
+
+# --- sinks --------------------------------------------------------------------------------------
+
+
+def with_sink(machine, dtype, value, row):
+    """Add a sink to a row, and return the row's state."""
+    score, acc = np.array([value], dtype), row[0]
+    softmax(machine, dtype, 4, score, 0, 0, 0, acc, acc.view.size, row[1], row[2])
+    for buffer in row:
+        buffer.check()
+    return state(row)
 
 
 @everywhere
-def test_mask_row_with_a_bias_that_is_not_finite(machine, dtype):
-    """+inf is kept, NaN becomes +inf where visible, and the largest finite bias stays finite."""
+def test_add_sink(machine, dtype, rng):
+    """As one more key with a value of 0."""
+    lanes, eps = lanes_of(machine, dtype), np.finfo(dtype).eps
+    for value in (-2.0, 0.0, 0.7, 3.0, 60.0, -60.0, 1e4, -1e4, 1e30):
+        for reference in (-3.5, 0.0, 4.25):
+            row = fresh_row(dtype, 3 * lanes)
+            for part, start in zip(row, (rng.random(3 * lanes), reference, 2.5), strict=True):
+                part.view[...] = start
+            old_acc, old_max, old_sum = state(row)
+            acc, row_max, row_sum = with_sink(machine, dtype, value, row)
+            assert row_max == max(
+                old_max, np.dtype(dtype).type(value) * np.dtype(dtype).type(LOG2_E)
+            )
+            alpha = np.exp2(old_max - row_max)
+            # the sink's own weight, of its score as rounded to base 2
+            weight = np.exp2(max(value * LOG2_E, -2000) - row_max) if row_max == old_max else 1.0
+            error = 4 * eps * (1 + abs(value))
+            tolerance = {"rtol": error, "atol": np.finfo(dtype).tiny}
+            np.testing.assert_allclose(row_sum, old_sum * alpha + weight, **tolerance)
+            np.testing.assert_allclose(acc, old_acc * alpha, **tolerance)
+
+
+@everywhere
+def test_add_sink_to_a_row_that_saw_nothing(machine, dtype):
+    """All weight is the sink's: the result is 0 and lse the sink, unless that is -inf too."""
     lanes, kind = lanes_of(machine, dtype), np.dtype(dtype).type
-    spare, scale = Guarded((lanes,), dtype), np.ones(1, kind)
-    big = np.finfo(dtype).max
-    bias = np.resize(np.array([np.inf, np.nan, -np.inf, big, -big], kind), lanes).astype("float64")
-    s, mask = Guarded((lanes,), dtype, value=1), np.ones(lanes, bool)
-    window = (0, lanes, 0, lanes, lanes)
-    arrays = (mask, 1, bias, 1, spare)
-    run(machine, ("masks", dtype), masks(dtype), 3, s, *window, scale, *arrays)
-    s.check(np.resize(np.array([np.inf, np.inf, -np.inf, big, -big], kind), lanes))
+    for value, total in ((1.5, 1), (-1e4, 1), (0.0, 1), (-np.inf, 0)):
+        acc, row_max, row_sum = with_sink(machine, dtype, value, fresh_row(dtype, lanes))
+        assert (acc == 0).all()
+        assert (row_max, row_sum) == (kind(value) * kind(LOG2_E), total)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @everywhere
-@pytest.mark.parametrize("col", [1, 2])
-def test_mask_row_reads_nothing_past_the_last_key(machine, dtype, col):
+def test_a_sink_of_minus_infinity_changes_no_bit(machine, dtype, rng):
     lanes = lanes_of(machine, dtype)
-    width, stop = lanes + 1, 2 * lanes
-    s, one = np.ones(stop, dtype), np.ones(1, dtype)
-    spare, size = np.empty(lanes, dtype), (width - 1) * col + 1
-    window = (0, stop, 0, width, width)
-
-    def call(which):
-        run(machine, ("masks", dtype), masks(dtype), which, s, *window, one, *arrays, spare)
-
-    with at_page_end(np.ones(size, bool)) as mask, at_page_end(np.zeros(size, "float64")) as bias:
-        arrays = mask, col, bias, col
-        assert survives(lambda: call(3))
-        assert not survives(lambda: _read_past(mask))
+    row = fresh_row(dtype, 2 * lanes)
+    for part, start in zip(row, (rng.random(2 * lanes), 0.7, 1.3), strict=True):
+        part.view[...] = start
+    before = [part.view.copy() for part in row]
+    with_sink(machine, dtype, -np.inf, row)
+    for part, expected in zip(row, before, strict=True):
+        part.check(expected)
 
 
-def _read_past(a):
-    """Read the byte behind an array: so the guard is seen to work."""
-    return ctypes.c_char.from_address(a.ctypes.data + a.nbytes).value
+@everywhere
+def test_add_sink_keeps_nan(machine, dtype):
+    for value, total in ((np.nan, 1.0), (0.5, np.nan)):
+        row = fresh_row(dtype, lanes_of(machine, dtype))
+        row[1].view[...], row[2].view[...] = 0.25, total
+        assert np.isnan(with_sink(machine, dtype, value, row)[2])

@@ -15,16 +15,19 @@ EXP2_ERROR = {"float32": 0.95, "float64": 1.1}
 LOWEST = {"float32": -127.0, "float64": -1023.0}
 
 
-def maps(dtype, bias="float32"):
+def maps(dtype):
     """Kernel (which, x, y, z, count, scalar, to): one function on every register of the arrays."""
 
     def build(unit):
-        from fastattn.cpu.simd import ITEMSIZE, jit, operations, pointer_to
+        from fastattn.cpu.memory import pointer_to
+        from fastattn.cpu.registers import ITEMSIZE, jit
+        from fastattn.cpu.simd import operations
 
         real = pointer_to(dtype)
         simd = operations(dtype, unit.lanes(ITEMSIZE[dtype]))
         load, store, lanes, where = simd.load, simd.store, simd.lanes, simd.where
         fma, vmax, vmin, exp2, splat = simd.fma, simd.vmax, simd.vmin, simd.exp2, simd.splat
+        fabs = simd.fabs
         one, nil = getattr(np, dtype)(1), getattr(np, dtype)(0)
 
         @jit
@@ -87,6 +90,8 @@ def maps(dtype, bias="float32"):
                     value = exp2(x)
                 elif which == 24:
                     value = where(x < y, y, c)
+                elif which == 26:
+                    value = fabs(x)
                 else:
                     value = splat(c)
                 store(to, n, value)
@@ -146,6 +151,8 @@ def test_selection(machine, dtype):
     np.testing.assert_array_equal(evaluate(machine, 22, x, y), np.where(x < y, x, y))
     np.testing.assert_array_equal(evaluate(machine, 24, x, y, c=-2), np.where(x < y, y, -2))
     np.testing.assert_array_equal(evaluate(machine, 25, x, c=7.5), np.full_like(x, 7.5))
+    np.testing.assert_array_equal(evaluate(machine, 26, x), np.abs(x))
+    assert not np.signbit(evaluate(machine, 26, x)[~np.isnan(x)]).any()
 
 
 @everywhere
@@ -224,14 +231,9 @@ def others(dtype):
     """Kernel (which, source, index, to): reductions, iota, and loads that convert."""
 
     def build(unit):
-        from fastattn.cpu.simd import (
-            ITEMSIZE,
-            element_loader,
-            fetch_add,
-            jit,
-            operations,
-            pointer_to,
-        )
+        from fastattn.cpu.memory import element_loader, fetch_add, pointer_to
+        from fastattn.cpu.registers import ITEMSIZE, jit
+        from fastattn.cpu.simd import operations
 
         real, integers = pointer_to(dtype), pointer_to("int64")
         simd = operations(dtype, unit.lanes(ITEMSIZE[dtype]))
