@@ -44,7 +44,7 @@ def tile_shape(unit: VectorUnit) -> tuple[int, int]:
 
 
 @functools.cache
-def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
+def product(dtype: str, lanes: int, mr: int, nv: int):
     """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in
     registers.
 
@@ -55,6 +55,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
     b  (depth, nv * lanes), row stride rs_b, columns contiguous: one packed panel, or rows as they
        lie
     c  (mr, nv * lanes), row stride rs_c, columns contiguous
+    accumulate  int64: 0 to overwrite c, else to add to it
 
     Requires  mr * nv + nv + 1 vector registers. depth may be 0.
     Writes    c only; reads it only if accumulate (its old contents may else be NaN).
@@ -65,7 +66,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
     tile = [(m, n) for m in range(mr) for n in range(nv)]
 
     def codegen(context, builder, sig, args):
-        a, rs_a, b, rs_b, c, rs_c, depth = args
+        a, rs_a, b, rs_b, c, rs_c, depth, accumulate = args
         number = functools.partial(ir.Constant, I64)
         a_rows = [builder.gep(a, [builder.mul(number(m), rs_a)]) for m in range(mr)]
         c_at = {
@@ -99,44 +100,64 @@ def product(dtype: str, lanes: int, mr: int, nv: int, accumulate: bool):
             total = acc[t] = builder.phi(vector)
             total.add_incoming(zero, before)
             total.add_incoming(new[t], loop)
-        for t in tile:
-            total = acc[t]
-            if accumulate:
-                total = builder.fadd(load_vector(builder, c, c_at[t], vector), total)
-            store_vector(builder, c, c_at[t], total)
+        with builder.if_else(builder.icmp_signed("!=", accumulate, number(0))) as (add, overwrite):
+            with add:
+                for t in tile:
+                    old = load_vector(builder, c, c_at[t], vector)
+                    store_vector(builder, c, c_at[t], builder.fadd(old, acc[t]))
+            with overwrite:
+                for t in tile:
+                    store_vector(builder, c, c_at[t], acc[t])
         return context.get_dummy_value()
 
     @intrinsic
-    def tile_product(typingctx, a, rs_a, b, rs_b, c, rs_c, depth):
+    def tile_product(typingctx, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
         size = types.int64
-        return types.void(a, size, b, size, c, size, size), codegen
+        return types.void(a, size, b, size, c, size, size, size), codegen
 
     return tile_product
 
 
 @functools.cache
-def panel_product(dtype: str, unit: VectorUnit, nv: int, accumulate: bool):
-    """Kernel: product() for any number of rows against one panel of nv registers: the tall tile,
-    then lower ones.
+def panel_product(dtype: str, unit: VectorUnit):
+    """Kernel: product() for any number of rows against one panel: the tall tile, then lower ones.
+
+    wide  whether the panel has nv registers, or one
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
-    mr, _ = tile_shape(unit)
-    tall, four, two, one = (product(dtype, lanes, m, nv, accumulate) for m in (mr, 4, 2, 1))
+    mr, nv = tile_shape(unit)
+    tall, four, two, one = (product(dtype, lanes, m, nv) for m in (mr, 4, 2, 1))
+    slim_tall, slim_four, slim_two, slim_one = (product(dtype, lanes, m, 1) for m in (mr, 4, 2, 1))
 
     @jit
-    def run(rows, a, rs_a, b, rs_b, c, rs_c, depth):
+    def run(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
         m = 0
-        while rows - m >= mr:
-            tall(at(a, m * rs_a), rs_a, b, rs_b, at(c, m * rs_c), rs_c, depth)
-            m += mr
-        while rows - m >= 4:
-            four(at(a, m * rs_a), rs_a, b, rs_b, at(c, m * rs_c), rs_c, depth)
-            m += 4
-        if rows - m >= 2:
-            two(at(a, m * rs_a), rs_a, b, rs_b, at(c, m * rs_c), rs_c, depth)
-            m += 2
-        if rows - m >= 1:
-            one(at(a, m * rs_a), rs_a, b, rs_b, at(c, m * rs_c), rs_c, depth)
+        while m < rows:
+            x, y, left = at(a, m * rs_a), at(c, m * rs_c), rows - m
+            if left >= mr:
+                m += mr
+                if wide:
+                    tall(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                else:
+                    slim_tall(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+            elif left >= 4:
+                m += 4
+                if wide:
+                    four(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                else:
+                    slim_four(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+            elif left >= 2:
+                m += 2
+                if wide:
+                    two(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                else:
+                    slim_two(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+            else:
+                m += 1
+                if wide:
+                    one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                else:
+                    slim_one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
 
     return run
 

@@ -22,37 +22,22 @@ KC = 64
 FEW_ROWS = 4  # at most so many rows are worth computing without packing the keys
 
 
-def _panel_products(dtype: str, unit: VectorUnit, accumulate: bool):
-    """(two registers wide, one register wide) panel products."""
-    return panel_product(dtype, unit, 2, accumulate), panel_product(dtype, unit, 1, accumulate)
-
-
 @functools.cache
 def score_block(dtype: str, unit: VectorUnit):
     """Kernel: s[m, n] = q_rows[m] · k[n] for n in [start, stop), from packed keys.
 
     start a multiple of nr, stop of lanes; row stride of q_rows is head_dim.
     """
-    first_wide, first_narrow = _panel_products(dtype, unit, False)
-    more_wide, more_narrow = _panel_products(dtype, unit, True)
-    nr = tile_shape(unit)[1] * unit.lanes(ITEMSIZE[dtype])
+    product = panel_product(dtype, unit)
+    nr = np.int64(tile_shape(unit)[1] * unit.lanes(ITEMSIZE[dtype]))
 
     @jit
     def run(q_rows, count, head_dim, k_panels, start, stop, s, s_stride):
         for n in range(start, stop, nr):
-            panel, to = at(k_panels, n * head_dim), at(s, n)
-            wide = n + nr <= stop
-            depth = min(KC, head_dim)
-            if wide:
-                first_wide(count, q_rows, head_dim, panel, nr, to, s_stride, depth)
-            else:
-                first_narrow(count, q_rows, head_dim, panel, nr, to, s_stride, depth)
-            for d in range(KC, head_dim, KC):
-                q, rest, depth = at(q_rows, d), at(panel, d * nr), min(KC, head_dim - d)
-                if wide:
-                    more_wide(count, q, head_dim, rest, nr, to, s_stride, depth)
-                else:
-                    more_narrow(count, q, head_dim, rest, nr, to, s_stride, depth)
+            panel, to, wide = at(k_panels, n * head_dim), at(s, n), n + nr <= stop
+            for d in range(0, max(head_dim, 1), KC):  # once without dims: the scores are then 0
+                q, part, depth = at(q_rows, d), at(panel, d * nr), min(KC, head_dim - d)
+                product(wide, count, q, head_dim, part, nr, to, s_stride, depth, d)
 
     return run
 
@@ -72,7 +57,7 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
     lanes = unit.lanes(ITEMSIZE[dtype])
     simd = operations(dtype, lanes)
     load, store, splat, fma = simd.load, simd.store, simd.splat, simd.fma
-    four, two, one = (dot_square(dtype, lanes, storage, rows) for rows in (4, 2, 1))
+    four, one = (dot_square(dtype, lanes, storage, rows) for rows in (4, 1))
     scalar, line = getattr(np, dtype), LINE // ITEMSIZE[storage]
     element = element_loader(storage, dtype)
 
@@ -85,8 +70,6 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
         for d in range(start, whole, lanes):
             if rows == 4:
                 four(at(q, d), head_dim, at(key, d), rs_k, last, part)
-            elif rows == 2:
-                two(at(q, d), head_dim, at(key, d), rs_k, last, part)
             else:
                 one(at(q, d), head_dim, at(key, d), rs_k, last, part)
         column = at(part, FEW_ROWS * lanes)
@@ -110,7 +93,7 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
             key, last = at(k, n * rs_k), keys - 1 - n
             m = 0
             while m < count:
-                rows = 4 if count - m >= 4 else (2 if count - m >= 2 else 1)
+                rows = 4 if count - m >= 4 else 1
                 q = at(q_rows, m * head_dim)
                 for i in range(rows):
                     store(s, (m + i) * s_stride + n, splat(scalar(0)))
@@ -134,7 +117,7 @@ def output_block(dtype: str, unit: VectorUnit):
 
     panel_n  rows of a panel of packed values; 0: v holds the values as they lie, rows rs_v apart
     """
-    wide, narrow = _panel_products(dtype, unit, True)
+    product, add = panel_product(dtype, unit), np.int64(1)
     lanes = unit.lanes(ITEMSIZE[dtype])
     nr = tile_shape(unit)[1] * lanes
 
@@ -145,10 +128,8 @@ def output_block(dtype: str, unit: VectorUnit):
             width = min(nr, acc_stride - d)
             rs = rs_v if panel_n == 0 else width
             columns = at(v, (d if panel_n == 0 else d * panel_n) + start * rs)
-            if width == nr:
-                wide(count, p, s_stride, columns, rs, at(acc, d), acc_stride, depth)
-            else:
-                narrow(count, p, s_stride, columns, rs, at(acc, d), acc_stride, depth)
+            to, wide = at(acc, d), width == nr
+            product(wide, count, p, s_stride, columns, rs, to, acc_stride, depth, add)
 
     return run
 

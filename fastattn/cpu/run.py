@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from ctypes import addressof, c_int64
+from ctypes import Array, addressof, c_int64
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,12 @@ LOG2_E = 1.4426950408889634  # 1 / ln 2
 LN_2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side of None: past any key
 SPARE_REGISTERS = 5  # products.few_scores() and masking.mask_row() use them
+NO_MORE = 1 << 62  # a counter past every item
 LINE = 64  # bytes of a cache line
 SCRATCH_KEPT = (
     8 << 20
 )  # bytes of scratch that a thread keeps for its next call: fresh pages cost 0.1 ms a call
-ITEMS_PER_CALL = 1 << 30
+FLOP_PER_CALL = 500_000_000  # a kernel returns after this much, 5 to 50 ms, to let Python act
 _kept = threading.local()
 _UNTOUCHED = -1.0  # no sum of exponentials
 _ABSENT = (0,) * len(PARTS)
@@ -34,7 +35,7 @@ def unavailable(variant: Variant) -> str:
     """Why this backend cannot run the variant, in one line; "" if it can."""
     if variant.score_mod or variant.mask_mod:
         return "the compiled kernel has no modifiers yet"
-    return compile.unavailable(("forward", variant))
+    return compile.unavailable(("forward", variant)) or compile.unavailable(("combine", variant))
 
 
 def kernel(name: str, variant: Variant) -> compile.Kernel:
@@ -60,6 +61,7 @@ class _Prepared:
     combine: compile.Kernel | None
     sizes: tuple  # the first fields of the job, up to num_splits
     num_items: int
+    items_per_call: int
     num_rows: int
     acc_stride: int
     scratch_bytes: int
@@ -76,6 +78,7 @@ def _prepare(plan: Plan) -> _Prepared:
     rows = problem.group * problem.seqlen_q
     heads = problem.batch * problem.heads_kv
     m_blocks = -(-rows // plan.block_m)
+    num_items = heads * m_blocks * plan.num_splits
     elements = (
         8 * ITEM_SIZE // itemsize
         + plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
@@ -112,7 +115,8 @@ def _prepare(plan: Plan) -> _Prepared:
         forward=kernel("forward", variant),
         combine=kernel("combine", variant) if plan.num_splits > 1 else None,
         sizes=sizes,
-        num_items=heads * m_blocks * plan.num_splits,
+        num_items=num_items,
+        items_per_call=max(1, FLOP_PER_CALL * num_items // max(problem.flop, 1)),
         num_rows=heads * rows,
         acc_stride=acc_stride,
         scratch_bytes=elements * itemsize + LINE,
@@ -122,7 +126,8 @@ def _prepare(plan: Plan) -> _Prepared:
 def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     """Write operands.out and operands.lse."""
     prepared = _prepare(plan)
-    variant, kept = problem.variant, []  # arrays that must outlive the kernels
+    variant = problem.variant
+    kept: list[np.ndarray] = []  # arrays that must outlive the kernels
     state = partial = None
     if operands.lse is not None:
         state = np.empty((*operands.lse.shape, 2), variant.dtype)
@@ -154,12 +159,15 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
         *_extras(problem, operands, kept),
         *layouts,
     )
+    keep = (operands, kept, state, partial)
     job = pack((*prepared.sizes, prepared.num_items, *others))
-    _share_out(prepared.forward, job, plan.num_threads, prepared.scratch_bytes)
+    share = _Share(prepared.forward, job, counter, prepared.scratch_bytes, keep)
+    share.run(plan.num_threads, prepared.items_per_call)
     if prepared.combine is not None:
         counter.value = 0
         job = pack((*prepared.sizes, prepared.num_rows, *others))
-        _share_out(prepared.combine, job, plan.num_threads, prepared.scratch_bytes)
+        share = _Share(prepared.combine, job, counter, prepared.scratch_bytes, keep)
+        share.run(plan.num_threads, prepared.num_rows)
     if state is not None:
         _write_lse(operands, state)
 
@@ -206,21 +214,32 @@ def _extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tup
     return tuple(_address(a) for a in contiguous)
 
 
-def _share_out(function: compile.Kernel, job, num_threads: int, scratch_bytes: int) -> None:
-    """Run a kernel on the job's items until none is left."""
-    address = addressof(job)
+class _Share(NamedTuple):
+    """A kernel's job and all the memory it reaches, which lives as long as a thread works on it."""
 
-    def work() -> None:
-        scratch = _scratch(scratch_bytes)
-        place = (_address(scratch) + LINE - 1) & -LINE
-        # The kernel comes back now and then, so that Python can act on a signal.
-        while function(address, place, ITEMS_PER_CALL):
-            pass
+    kernel: compile.Kernel
+    job: Array
+    counter: c_int64
+    scratch_bytes: int
+    keep: tuple[Any, ...]
 
-    if num_threads == 1:
-        work()
-    else:
-        threads.run_on_threads(work, num_threads)
+    def run(self, num_threads: int, items_per_call: int) -> None:
+        """Run the kernel on the job's items until none is left."""
+
+        def work() -> None:
+            scratch = _scratch(self.scratch_bytes)
+            place = (_address(scratch) + LINE - 1) & -LINE
+            try:
+                while self.kernel(addressof(self.job), place, items_per_call):
+                    pass
+            except BaseException:  # an interrupt: the other threads need not finish the job
+                self.counter.value = NO_MORE
+                raise
+
+        if num_threads == 1:
+            work()
+        else:
+            threads.run_on_threads(work, num_threads)
 
 
 def _scratch(nbytes: int) -> np.ndarray:
@@ -243,13 +262,18 @@ def _layout(array: np.ndarray | None, kept: list[np.ndarray]) -> tuple[int, ...]
     """
     if array is None:
         return _ABSENT
-    itemsize = array.itemsize
-    *lead, head, row, col = [stride // itemsize for stride in array.strides]
-    if len(lead) < 2:
-        return _address(array), 0, lead[0] if lead else 0, head, row, col
-    table = _offsets(array.shape[:-3], lead)
+    address = array.__array_interface__["data"][0]
+    if array.ndim < 5:
+        return address, *_strides(array.strides, array.itemsize)
+    table = _offsets(array.shape[:-3], [stride // array.itemsize for stride in array.strides[:-3]])
     kept.append(table)
-    return _address(array), _address(table), 0, head, row, col
+    return address, _address(table), 0, *_strides(array.strides[-3:], array.itemsize)[2:]
+
+
+@lru_cache(maxsize=1024)
+def _strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """(no table, batch, head, row, col) of up to four axes, in elements."""
+    return 0, *[0] * (4 - len(strides)), *[stride // itemsize for stride in strides]
 
 
 def _offsets(shape: tuple[int, ...], strides: list[int]) -> np.ndarray:
