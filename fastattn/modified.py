@@ -41,10 +41,13 @@ def places(problem: Problem, operands: Operands, lead: tuple[int, ...]) -> Place
 
 def modified_scores(
     problem: Problem, at: Places, s: np.ndarray, i: np.ndarray, j: np.ndarray
-) -> np.ndarray:
-    """Apply score_mod to scores (*slots, rows, keys) in place; return where it hides a key."""
+) -> np.ndarray | None:
+    """Apply score_mod to scores (*slots, rows, keys) in place; return where it hides a key, if it
+    can.
+    """
     modifier = problem.variant.score_mod
-    assert modifier is not None
+    if modifier is None:
+        return None
     s[...] = _run(problem, modifier, at, at.score_aux, i, j, s)
     return s == -np.inf
 

@@ -179,8 +179,7 @@ def scores(
         s *= problem.softcap
     if part.places is not None:
         hidden = _either(hidden, hidden_keys(problem, part.places, i, j))
-        if problem.variant.score_mod is not None:
-            hidden = _either(hidden, modified_scores(problem, part.places, s, i, j))
+        hidden = _either(hidden, modified_scores(problem, part.places, s, i, j))
     hidden = hidden if hidden is not None and hidden.any() else None
     if bias is not None:
         s += _converted(bias, s.dtype)

@@ -191,7 +191,9 @@ def key_block(variant: Variant, unit: VectorUnit):
             modify = has_mask_mod
             if blocks:
                 low, stop, full = visible_span(job, item, row + m, here, n_start, start, stop)
-                start, modify = low // nr * nr, not full
+                start = low // nr * nr
+                # Whole tiles are computed: what they add to the span is skipped, and to be hidden.
+                modify = not full or start < low or stop % lanes != 0
             if start >= stop:
                 continue
             padded = (stop + lanes - 1) // lanes * lanes

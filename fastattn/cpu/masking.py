@@ -201,7 +201,7 @@ def mask_row(dtype: str, lanes: int, modifier: Modifier | None):
     """
     simd = operations(dtype, lanes)
     load, store, load_bytes, where = simd.load, simd.store, simd.load_bytes, simd.where
-    vmin, iota, truths = simd.vmin, simd.iota, pointer_to("bool")
+    number_min, iota, truths = simd.number_min, simd.iota, pointer_to("bool")
     scalar = getattr(np, dtype)
     neg_inf, inf = scalar(-np.inf), scalar(np.inf)
     modified = modifier is not None
@@ -226,7 +226,7 @@ def mask_row(dtype: str, lanes: int, modifier: Modifier | None):
             # A minimum and not a select: select between load and store of one place becomes a
             # masked store (5 x slower on AMD). Excluded: -inf, even where the score is NaN.
             # Visible: the score, and +inf for NaN, which makes the row NaN as it must.
-            store(s, n, vmin(load(s, n), where(visible, inf, neg_inf)))
+            store(s, n, number_min(load(s, n), where(visible, inf, neg_inf)))
 
     return run
 
@@ -285,6 +285,7 @@ def scores_block(variant: Variant, lanes: int):
     """Kernel: scores_row() on `count` rows of products of one key block, columns [start, stop)."""
     apply = scores_row(variant.dtype, lanes, variant.score_mod)
     scalar, real = getattr(np, variant.dtype), pointer_to(variant.dtype)
+    largest = scalar(np.finfo(variant.dtype).max)  # what is finite must stay so in base 2
 
     @jit
     def run(job, item, row, count, n_start, start, stop, s, spare):
@@ -302,7 +303,9 @@ def scores_block(variant: Variant, lanes: int):
             distance = i + item[OFFSET_IN_KEYS] - n_start
             if field(job, "alibi") != 0:
                 slopes = real(field(job, "alibi"))
-                slope = slopes[item[BATCH] * heads_q + h] * scalar(LOG2_E)
+                slope = min(
+                    max(slopes[item[BATCH] * heads_q + h] * scalar(LOG2_E), -largest), largest
+                )
             place = base + h * field(job, "bias_head") + i * field(job, "bias_row")
             apply(
                 at(s, m * s_stride),

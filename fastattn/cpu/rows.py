@@ -86,11 +86,13 @@ def add_sink(dtype: str, lanes: int):
         simd.reduce_max,
     )
     scalar = getattr(np, dtype)
-    neg_inf = scalar(-np.inf)
+    neg_inf, largest = scalar(-np.inf), scalar(np.finfo(dtype).max)
 
     @jit
     def run(sink, acc, row_max, row_sum, acc_stride):
         base_2 = sink * scalar(LOG2_E)
+        if abs(sink) <= largest:  # what is finite must stay so in base 2
+            base_2 = min(max(base_2, -largest), largest)
         new_max = max(row_max[0], base_2)
         reference = splat(scalar(0) if new_max == neg_inf else new_max)
         alpha, weight = exp2(splat(row_max[0]) - reference), exp2(splat(base_2) - reference)

@@ -90,7 +90,7 @@ def _prepare(plan: Plan) -> _Prepared:
         + SPARE_REGISTERS * lanes
     )
     sizes = (
-        abs(problem.scale) * LOG2_E or 1.0,
+        min(abs(problem.scale) * LOG2_E, float(np.finfo(variant.dtype).max)) or 1.0,
         float(np.sign(problem.scale)),
         problem.softcap,
         dropout.factor(problem.dropout_p),

@@ -136,7 +136,8 @@ def _lanes(made) -> None:
 
 
 def _arithmetic_operations(made) -> None:
-    """fma(x, y, z) = x * y + z with one rounding; vmax, vmin (y where either is NaN);
+    """fma(x, y, z) = x * y + z with one rounding; vmax, vmin (y where either is NaN); number_min
+    (the other where one is NaN);
     fabs, exp2, tanh.
     """
     register = made.register
@@ -154,6 +155,7 @@ def _arithmetic_operations(made) -> None:
 
     made.fma = elementwise(3, lambda b, x, y, z: call(b, "fma", [x, y, z]))
     made.vmax, made.vmin = elementwise(2, greater), elementwise(2, less)
+    made.number_min = elementwise(2, lambda b, x, y: call(b, "minnum", [x, y]))
     made.fabs = elementwise(1, lambda b, x: call(b, "fabs", [x]))
     made.exp2 = elementwise(1, lambda b, x: exp2(b, x, made.dtype))
     made.tanh = elementwise(1, lambda b, x: tanh(b, x, made.dtype))
