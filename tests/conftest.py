@@ -25,6 +25,21 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", chosen, indirect=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Every modifier is a kernel of its own, which takes seconds to compile: on cpu, all but
+    test_compiled_modifiers.py are slow tests.
+    """
+    for item in items:
+        parameters = getattr(item, "callspec", None) and item.callspec.params
+        if (
+            item.path.name == "test_modifiers.py"
+            and parameters
+            and parameters.get("backend") == "cpu"
+        ):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def backend(request):
     """The name of a backend that works on this computer; others are skipped, with the reason."""

@@ -165,12 +165,13 @@ def test_masking_has_no_masked_stores(target, dtype):
     from fastattn.cpu.memory import pointer_to
     from fastattn.cpu.registers import ITEMSIZE, jit
 
-    real, apply = pointer_to(dtype), mask_row(dtype, target.unit.lanes(ITEMSIZE[dtype]))
+    real, apply = pointer_to(dtype), mask_row(dtype, target.unit.lanes(ITEMSIZE[dtype]), None)
 
     @jit
     def body(job):
         s, start, stop, low, high, width = real(job[0]), job[1], job[2], job[3], job[4], job[5]
-        apply(s, start, stop, low, high, width, job[6], job[7], job[8], real(job[9]))
+        mask, place, col, spare, b = job[6], job[7], job[8], real(job[9]), job[10]
+        apply(s, start, stop, low, high, width, mask, place, col, spare, False, b, b, b, b, b)
 
     assert_plain(compile.assembly(wrapped(body), target))
 
@@ -182,14 +183,17 @@ def test_changing_scores_calls_nothing(target, dtype):
     from fastattn.cpu.memory import pointer_to
     from fastattn.cpu.registers import ITEMSIZE, jit
 
-    real, apply = pointer_to(dtype), scores_row(dtype, target.unit.lanes(ITEMSIZE[dtype]))
+    real, apply = pointer_to(dtype), scores_row(dtype, target.unit.lanes(ITEMSIZE[dtype]), None)
 
     @jit
     def body(job):
         s, start, stop, width, spare = real(job[0]), job[1], job[2], job[3], real(job[4])
         scale, softcap, slope = real(job[5])[0], real(job[5])[1], real(job[5])[2]
         bias, place, col, kind = job[7], job[8], job[9], job[10]
-        apply(s, start, stop, width, scale, softcap, job[6], slope, bias, place, col, kind, spare)
+        far, b = job[6], job[11]
+        given = (b, b, b, b, b)
+        more = (slope, bias, place, col, kind, spare)
+        apply(s, start, stop, width, scale, softcap, far, *more, *given)
 
     assert_plain(compile.assembly(wrapped(body), target))
 

@@ -412,3 +412,15 @@ def test_memory_does_not_grow_with_the_scores(how, backend):
         "dropout": {"dropout_p": 0.1},
     }
     assert peak_beyond_output(backend, q, k, v, **flags.get(how, {})) < 12 << 20
+
+
+@pytest.mark.parametrize("size", [2.5e38, np.finfo(np.float32).max])
+@pytest.mark.parametrize("name", ["sinks", "alibi", "softcap"])
+def test_large_numbers_stay_finite(name, size, backend):
+    """In base 2 they would be infinite."""
+    q, k, v = Case("large", 5, 33, 8, heads_q=2, heads_kv=2).arrays()
+    size = np.float32(size)
+    arguments = {name: float(size) if name == "softcap" else np.full(2, size)}
+    out, _ = attend(backend, q, k, v, **arguments)
+    exact, _ = oracle.attention(q, k, v, **arguments)
+    np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5)

@@ -37,13 +37,32 @@ def maskings(dtype):
         from fastattn.cpu.registers import ITEMSIZE, jit
 
         real, lanes = pointer_to(dtype), unit.lanes(ITEMSIZE[dtype])
-        hide, change = mask_row(dtype, lanes), scores_row(dtype, lanes)
+        hide, change = mask_row(dtype, lanes, None), scores_row(dtype, lanes, None)
+        # What a modifier would be given.
+        zero = np.int64(0)
 
         @jit
         def body(job):
             s, start, stop, width, spare = real(job[1]), job[2], job[3], job[4], real(job[5])
             if job[0] == 0:
-                hide(s, start, stop, job[6], job[7], width, job[8], job[9], job[10], spare)
+                hide(
+                    s,
+                    start,
+                    stop,
+                    job[6],
+                    job[7],
+                    width,
+                    job[8],
+                    job[9],
+                    job[10],
+                    spare,
+                    False,
+                    zero,
+                    zero,
+                    zero,
+                    zero,
+                    zero,
+                )
             else:
                 numbers = real(job[6])
                 scale, softcap, slope = numbers[0], numbers[1], numbers[2]
@@ -63,6 +82,11 @@ def maskings(dtype):
                     col,
                     kind,
                     spare,
+                    zero,
+                    zero,
+                    zero,
+                    zero,
+                    zero,
                 )
 
         return body

@@ -1,0 +1,62 @@
+"""A few modifiers in the compiled kernel; test_modifiers.py has all of them, as slow tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+
+import fastattn
+from fastattn import mods
+
+
+def arrays(rng, seqlen_q=70, seqlen_k=300):
+    """Return q, k, v with two query heads a key head."""
+    shapes = [(2, 4, seqlen_q, 32), (2, 2, seqlen_k, 32), (2, 2, seqlen_k, 40)]
+    return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+
+
+def agree(q, k, v, dense, **arguments):
+    """Hold the compiled kernel against the oracle with a dense mask or bias."""
+    ours = fastattn.attention(q, k, v, **arguments, return_lse=True, backend="cpu")
+    exact, formula = oracle.judge(q, k, v, **dense)
+    for result, truth, measure in zip(ours, exact, formula, strict=True):
+        oracle.assert_within_budget(result, truth, measure, floor=4)
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    one = np.ones((1, 1), np.float32)
+    plan = fastattn.explain(one, one, one)
+    if plan.backend != "cpu":
+        pytest.skip(f"backend cpu: {dict(plan.rejected)['cpu']}")
+
+
+def test_mask_mod_block_mask_and_hidden_nan(rng):
+    q, k, v = arrays(rng)
+    i, j = np.ogrid[:70, :300]
+    seen = (j >= i - 40) & (j <= i + 9)
+    k[:, :, 200:], v[:, :, 200:] = np.nan, np.inf  # no row sees them
+    window = mods.sliding_window(40, 9)
+    mask = fastattn.create_block_mask(window, None, None, 70, 300)
+    for arguments in ({"mask_mod": window}, {"block_mask": mask}):
+        agree(q, k, v, {"mask": seen}, **arguments)
+
+
+def test_score_mod_with_aux_of_heads_and_keys(rng):
+    q, k, v = arrays(rng)
+    slopes, keys = rng.random(4, np.float32), rng.standard_normal(300, dtype=np.float32)
+    bias = slopes[:, None, None] * keys
+
+    def score_mod(score, b, h, i, j, aux):
+        return score + aux[0][h] * aux[1][j]
+
+    agree(q, k, v, {"bias": bias}, score_mod=score_mod, aux=(slopes, keys))
+
+
+def test_a_modifier_made_anew_is_the_same_kernel(rng, monkeypatch):
+    q, k, v = arrays(rng)
+    fastattn.attention(q, k, v, mask_mod=mods.sliding_window(40, 9), backend="cpu")
+    monkeypatch.setattr("fastattn.cpu.compile.translate", None)  # a compilation would raise
+    for _ in range(2):
+        fastattn.attention(q, k, v, mask_mod=mods.sliding_window(40, 9), backend="cpu")
