@@ -36,7 +36,8 @@ print(json.dumps([answer, float(out[0]), "numba" in sys.modules]))
 
 def start(code, cache, *flags, **environment):
     """A process of its own that runs `code` with this cache and these variables."""
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("FASTATTN_")}
+    dropped = ("FASTATTN_", "PYTHONDONTWRITEBYTECODE")
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     if cache is not None:
         variables["FASTATTN_CACHE"] = str(cache)
     variables["PYTHONPATH"] = str(PACKAGE.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -19,9 +20,12 @@ print(json.dumps([middle - start, time.perf_counter() - middle]))
 
 
 def fresh(code, *flags):
-    """Return what `code` prints in a process of its own."""
+    """Return what `code` prints in a process of its own, which may keep its bytecode."""
     command = [sys.executable, *flags, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
     return done.stdout.strip()
 
 
