@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from .cpu.threads import get_num_threads
-from .problem import Plan, Problem
+from .problem import Plan, Problem, Variant
 
 # Keys of one online-softmax step and of one run of it. They fix the order of additions of a row, so
 # they may depend on nothing but the dtype: never on lengths, batch or threads.
@@ -37,14 +38,14 @@ def _plan(problem: Problem, backend: str, num_threads: int) -> Plan:
             problem, "asked for by name", "backend='numpy' was asked for", num_threads
         )
     # Here, and not at the top: asking for a kernel loads the compiler's run-time part.
-    from .cpu.run import unavailable
+    from .cpu.run import can_split, unavailable
 
     why_not = unavailable(problem.variant)
     if not why_not:
         reason = (
             "asked for by name" if backend == "cpu" else "the compiled kernel is the fastest here"
         )
-        return _cpu_plan(problem, reason, num_threads)
+        return _cpu_plan(problem, reason, num_threads, can_split)
     if backend == "cpu":
         raise ImportError(
             f"backend='cpu' cannot run here: {why_not}. backend='auto' falls back to NumPy."
@@ -64,7 +65,9 @@ def _numpy_plan(problem: Problem, reason: str, why_not_cpu: str, num_threads: in
     )
 
 
-def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
+def _cpu_plan(
+    problem: Problem, reason: str, num_threads: int, can_split: Callable[[Variant], bool]
+) -> Plan:
     heads = problem.batch * problem.heads_kv
     rows = problem.group * problem.seqlen_q
     threads = max(1, min(num_threads, problem.flop // FLOP_PER_THREAD))
@@ -73,7 +76,8 @@ def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
     splits = -(-problem.seqlen_k // SPLIT_N)
     # Splitting pays where there are too few blocks of queries to go round, and costs a pass over
     # the partial results.
-    num_splits = splits if threads > 1 and blocks < 4 * threads else 1
+    wanted = threads > 1 and blocks < 4 * threads and splits > 1
+    num_splits = splits if wanted and can_split(problem.variant) else 1
     return Plan(
         backend="cpu",
         problem=problem,

@@ -33,7 +33,12 @@ _ABSENT = (0,) * len(PARTS)
 
 def unavailable(variant: Variant) -> str:
     """Why this backend cannot run the variant, in one line; "" if it can."""
-    return compile.unavailable(("forward", variant)) or compile.unavailable(_combine_key(variant))
+    return compile.unavailable(("forward", variant))
+
+
+def can_split(variant: Variant) -> bool:
+    """Whether keys can be split over work items, which takes one more kernel."""
+    return not compile.unavailable(_combine_key(variant))
 
 
 def _combine_key(variant: Variant) -> tuple[str, Variant]:
