@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from ..machine import VectorUnit
 from ..problem import Variant
-from .fields import BATCH, COUNT, HEAD, INTEGERS, field
+from .fields import BATCH, COUNT, HEAD, INTEGERS, drawing_items, field
 from .forward import read_ranges
-from .memory import address, at, fetch_add, pointer_to
+from .memory import at, pointer_to
 from .registers import ITEMSIZE, jit
 from .rows import write_rows
 from .softmax import merge
@@ -44,14 +44,4 @@ def combine_kernel(variant: Variant, unit: VectorUnit):
             fold(acc, row_max, row_sum, part, part[acc_stride], part[acc_stride + 1], acc_stride)
         finish(job, item, row, 1, acc, row_max, row_sum)
 
-    def combine(job, scratch, quota):
-        counter, num_items = INTEGERS(field(job, "counter")), field(job, "num_items")
-        while quota > 0:
-            number = fetch_add(counter, 1)
-            if number >= num_items:
-                return 0
-            combine_row(job, number, address(scratch))
-            quota -= 1
-        return 1
-
-    return combine
+    return drawing_items(combine_row)

@@ -7,7 +7,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from .job import FLOATS, OFFSET
-from .memory import pointer_to
+from .memory import address, fetch_add, pointer_to
 from .registers import FLOAT, I64, jit
 
 # A work item's own numbers, ITEM_SIZE int64s at the start of its thread's scratch.
@@ -37,6 +37,24 @@ def field(typingctx, job, name):
         return builder.load(builder.bitcast(place, element.as_pointer()))
 
     return kind(job, name), codegen
+
+
+def drawing_items(do_item):
+    """Return the kernel that draws work items and does them, do_item(job, number, scratch), until
+    none is left (0) or `quota` of them are done (1).
+    """
+
+    def kernel(job, scratch, quota):
+        counter, num_items = INTEGERS(field(job, "counter")), field(job, "num_items")
+        while quota > 0:
+            number = fetch_add(counter, 1)
+            if number >= num_items:
+                return 0
+            do_item(job, number, address(scratch))
+            quota -= 1
+        return 1
+
+    return kernel
 
 
 @jit

@@ -32,6 +32,7 @@ from .fields import (
     OFFSET_IN_KEYS,
     ROW,
     batch_offset,
+    drawing_items,
     field,
     high_key,
     low_key,
@@ -39,7 +40,7 @@ from .fields import (
 )
 from .job import ITEM_SIZE
 from .masking import mask_block, scores_block, visible_span
-from .memory import address, at, fetch_add, pointer_to
+from .memory import address, at, pointer_to
 from .microkernel import pack_k, pack_v, tile_shape
 from .random import row_key
 from .registers import ITEMSIZE, jit
@@ -347,16 +348,4 @@ def work_item(variant: Variant, unit: VectorUnit):
 
 def forward_kernel(variant: Variant, unit: VectorUnit):
     """Return the kernel: draw work items until none is left; see cpu/job.py for its argument."""
-    do_item = work_item(variant, unit)
-
-    def forward(job, scratch, quota):
-        counter, num_items = INTEGERS(field(job, "counter")), field(job, "num_items")
-        while quota > 0:
-            number = fetch_add(counter, 1)
-            if number >= num_items:
-                return 0
-            do_item(job, number, address(scratch))
-            quota -= 1
-        return 1
-
-    return forward
+    return drawing_items(work_item(variant, unit))

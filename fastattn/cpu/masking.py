@@ -73,32 +73,26 @@ def visible_span(job, item, row, count, n_start, start, stop):
 @functools.cache
 def bias_reader(dtype: str, lanes: int):
     """(read, element): a register of bias from an address, and one element; both as dtype."""
-    simd = operations(dtype, lanes)
     f32, f64, f16, bf16 = (pointer_to(kind) for kind in BIAS_KINDS[1:])
-    load_32, load_64, load_16, load_b16 = (simd.loader(kind) for kind in BIAS_KINDS[1:])
-    one_32, one_64, one_16, one_b16 = (element_loader(kind, dtype) for kind in BIAS_KINDS[1:])
 
-    @jit
-    def read(address, index, kind):
-        if kind == 1:
-            return load_32(f32(address), index)
-        if kind == 2:
-            return load_64(f64(address), index)
-        if kind == 3:
-            return load_16(f16(address), index)
-        return load_b16(bf16(address), index)
+    def by_kind(load_32, load_64, load_16, load_b16):
+        @jit
+        def read(address, index, kind):
+            if kind == 1:
+                return load_32(f32(address), index)
+            if kind == 2:
+                return load_64(f64(address), index)
+            if kind == 3:
+                return load_16(f16(address), index)
+            return load_b16(bf16(address), index)
 
-    @jit
-    def element(address, index, kind):
-        if kind == 1:
-            return one_32(f32(address), index)
-        if kind == 2:
-            return one_64(f64(address), index)
-        if kind == 3:
-            return one_16(f16(address), index)
-        return one_b16(bf16(address), index)
+        return read
 
-    return read, element
+    loader = operations(dtype, lanes).loader
+    return (
+        by_kind(*(loader(kind) for kind in BIAS_KINDS[1:])),
+        by_kind(*(element_loader(kind, dtype) for kind in BIAS_KINDS[1:])),
+    )
 
 
 @functools.cache
