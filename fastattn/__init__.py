@@ -11,7 +11,7 @@ from .sdpa import scaled_dot_product_attention
 from .weights import attention_key_sums, attention_weights
 
 if TYPE_CHECKING:
-    from . import mods
+    from . import mods, nn, udl
     from .block_mask import BlockMask, create_block_mask
 
 __all__ = [
@@ -27,17 +27,23 @@ __all__ = [
     "get_num_threads",
     "merge",
     "mods",
+    "nn",
     "num_threads",
     "scaled_dot_product_attention",
     "set_num_threads",
+    "udl",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:
     # Imported on demand: most callers have no modifiers, and importlib.metadata costs as much to
     # import as half of this package.
-    if name == "mods":
-        return import_module(".mods", __name__)
+    if name in ("mods", "nn", "udl"):
+        return import_module(f".{name}", __name__)
     if name in ("BlockMask", "create_block_mask"):
         return getattr(import_module(".block_mask", __name__), name)
     if name != "__version__":

@@ -247,8 +247,19 @@ def explain(
     Parameters and errors are those of attention(). Nothing is computed and `out` is not written.
     """
     check_backend(backend)
+    refuse_unknown("explain", arguments)
     problem, _ = check(q, k, v, **arguments)
     return plan(problem, backend)
+
+
+KEYWORDS = frozenset(attention.__kwdefaults__ or ())  # of attention()
+
+
+def refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
+    """Raise TypeError for a keyword that attention() does not have."""
+    for name in arguments:
+        if name not in KEYWORDS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def merge(

@@ -212,7 +212,17 @@ def result_of(out: Any, shape: tuple[int, ...], dtype: np.dtype, has_heads: bool
 def check_overlap(
     out: np.ndarray, names: Iterable[str], inputs: Iterable[np.ndarray | None]
 ) -> None:
-    """Raise if `out` shares memory with an input; `inputs` in the order of `names`."""
+    """Raise if `out` shares memory with an input, or its elements with each other; `inputs` in the
+    order of `names`.
+    """
+    if out.size > 1 and not out.flags.c_contiguous:
+        # Each axis must step over all that the axes of smaller steps span.
+        span = out.itemsize
+        steps = zip((abs(stride) for stride in out.strides), out.shape, strict=True)
+        for step, size in sorted(pair for pair in steps if pair[1] > 1):
+            if step < span:
+                raise ValueError(f"out must not overlap itself, got strides {out.strides}")
+            span += step * (size - 1)
     for name, a in zip(names, inputs, strict=False):
         # Bounds first: the exact answer can take long for odd strides.
         if a is not None and np.may_share_memory(out, a) and np.shares_memory(out, a):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .api import KEYWORDS
 from .arrays import plain
 from .check import check
 from .problem import Operands, Problem
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 BLOCK_M = 256  # rows whose probabilities exist at once in attention_key_sums()
-FOREIGN = ("return_lse", "out", "dropout_p", "dropout_seed", "names", "fold")
+# Keywords of attention() that make no sense here.
+FOREIGN = ("return_lse", "out", "dropout_p", "dropout_seed", "backend")
 
 
 def attention_weights(
@@ -88,8 +90,8 @@ def attention_key_sums(
 
 
 def _checked(q: Any, k: Any, arguments: dict[str, Any]) -> tuple[Problem, Operands]:
-    for name in FOREIGN:
-        if name in arguments:
+    for name in arguments:
+        if name in FOREIGN or name not in KEYWORDS:
             raise TypeError(f"got an unexpected keyword argument {name!r}")
     k = plain("k", k)
     return check(q, k, k[..., :0] if k.ndim else k, **arguments, fold=False)

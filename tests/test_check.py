@@ -403,6 +403,20 @@ def test_packed_rule(change, error, message):
         assert (arguments["out"] == 9).all(), "written before everything was checked"
 
 
+@pytest.mark.parametrize("strides", [(0, 32, 4), (96, 4, 4), (32, 32, 4), (128, -32, 0)])
+def test_out_may_not_overlap_itself(strides):
+    buffer = np.zeros(200, np.float32)[60:]
+    out = np.lib.stride_tricks.as_strided(buffer, (2, 3, 8), strides)
+    with pytest.raises(ValueError, match=r"^out must not overlap itself, got strides \("):
+        check(ones(2, 3, 8), ones(2, 5, 8), ones(2, 5, 8), out=out)
+
+
+def test_out_may_have_any_strides_without_overlap():
+    out = np.zeros((8, 2, 6), np.float32).transpose(1, 2, 0)[::-1, ::2]
+    _, operands = check(ones(2, 3, 8), ones(2, 5, 8), ones(2, 5, 8), out=out)
+    assert operands.out.strides == out.strides
+
+
 def test_packed_out_may_not_overlap():
     arguments = packed()
     arguments["out"] = arguments["q"][..., :6]
@@ -650,3 +664,12 @@ def test_explain_writes_nothing():
     plan = fastattn.explain(**arguments, backend="numpy")
     assert plan.backend == "numpy"
     assert (arguments["out"] == 9).all()
+
+
+def test_unknown_keywords_are_refused_by_name():
+    q = ones(2, 3, 8)
+    for function, name in ((fastattn.explain, "foo"), (fastattn.explain, "fold")):
+        with pytest.raises(TypeError, match=rf"^explain\(\) got an unexpected .*'{name}'"):
+            function(q, q, q, **{name: 1})
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'backend'"):
+        fastattn.attention_weights(q, q, backend="cpu")

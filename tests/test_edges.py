@@ -424,3 +424,12 @@ def test_large_numbers_stay_finite(name, size, backend):
     out, _ = attend(backend, q, k, v, **arguments)
     exact, _ = oracle.attention(q, k, v, **arguments)
     np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-46, -1e-46, 1e-60, 1e-39])
+def test_scale_too_small_for_the_dtype_is_0(scale, backend):
+    q, k, v = Case("tiny scale", 5, 33, 8).arrays()
+    out, lse = attend(backend, q, k, v, scale=scale)
+    mean = np.broadcast_to(v.mean(axis=-2, keepdims=True), out.shape)
+    np.testing.assert_allclose(out, mean, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(lse, np.log(33), rtol=1e-6)

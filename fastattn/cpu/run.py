@@ -94,9 +94,12 @@ def _prepare(plan: Plan) -> _Prepared:
         + plan.mc * s_stride
         + SPARE_REGISTERS * lanes
     )
+    # In the kernel's dtype, in which a tiny scale may be 0 and a large one infinite.
+    largest = float(np.finfo(variant.dtype).max)
+    scale_log2 = float(np.dtype(variant.dtype).type(min(abs(problem.scale) * LOG2_E, largest)))
     sizes = (
-        min(abs(problem.scale) * LOG2_E, float(np.finfo(variant.dtype).max)) or 1.0,
-        float(np.sign(problem.scale)),
+        scale_log2 or 1.0,
+        float(np.sign(problem.scale)) if scale_log2 else 0.0,
         problem.softcap,
         dropout.factor(problem.dropout_p),
         problem.heads_kv,
