@@ -16,9 +16,10 @@ from cases import OVERHEAD, Case
 # A sample is as many calls as fill this, so that the clock and one slow call do not matter.
 SAMPLE_SECONDS = 0.02
 
-# Thread pools spin for a while after their work (OpenMP, ONNX Runtime) and would take the cores of
-# the next contender: give them time to fall asleep.
-SETTLE_SECONDS = 0.005
+# Thread pools spin for a while after their work (OpenMP, ONNX Runtime, OpenBLAS for some 0.1 s) and
+# would take the cores of the next contender: give them time to fall asleep. With 5 ms, fastattn had
+# one core of two after NumPy (causal-1k 12.7 ms instead of 7.0).
+SETTLE_SECONDS = 0.15
 
 
 def contest(
