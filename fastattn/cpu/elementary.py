@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 
+from .job import LOG2_E
 from .registers import FORMAT, INTEGER, call, constant, greater, less
 
-LOG2_E = 1.4426950408889634
 # ln 2 in two parts: the sum has the digits that n * ln 2 needs.
 LN_2 = {
     "float32": (0.693147182464599609375, -1.90465429995776787854e-9),

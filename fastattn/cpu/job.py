@@ -66,6 +66,8 @@ FIELDS = (
     *(operand + part for operand in OPERANDS for part in PARTS),
 )
 FLOATS = ("scale_log2", "q_sign", "softcap", "dropout_factor")
+LOG2_E = 1.4426950408889634  # 1 / ln 2: kernels work in base 2
+LN_2 = 0.6931471805599453
 ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
 # How a bias is stored, by bias_kind; 0 is no bias.
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")

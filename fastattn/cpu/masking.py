@@ -23,15 +23,13 @@ from .fields import (
     low_key,
     next_row,
 )
-from .job import BIAS_KINDS
+from .job import BIAS_KINDS, LN_2, LOG2_E
 from .memory import at, element_loader, pointer_to
 from .modifiers import mask_mod, score_mod
 from .registers import jit
 from .simd import operations
 
 BYTES = pointer_to("bool")
-LOG2_E = 1.4426950408889634  # 1 / ln 2
-LN_2 = 0.6931471805599453
 
 
 @jit

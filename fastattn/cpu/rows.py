@@ -11,11 +11,10 @@ import numpy as np
 
 from ..problem import Variant
 from .fields import BATCH, FIRST_QUERY, HEAD, batch_offset, field, next_row
+from .job import LOG2_E
 from .memory import at, element_loader, element_storer, pointer_to
 from .registers import jit
 from .simd import operations
-
-LOG2_E = 1.4426950408889634  # 1 / ln 2
 
 
 @functools.cache

@@ -14,10 +14,8 @@ from .. import dropout
 from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
 from . import compile, threads
-from .job import BIAS_KINDS, ITEM_SIZE, PARTS, aux_table, pack
+from .job import BIAS_KINDS, ITEM_SIZE, LN_2, LOG2_E, PARTS, aux_table, pack
 
-LOG2_E = 1.4426950408889634  # 1 / ln 2
-LN_2 = 0.6931471805599453
 UNLIMITED = 1 << 40  # a window side of None: past any key
 SPARE_REGISTERS = 5  # products.few_scores() and masking.mask_row() use them
 NO_MORE = 1 << 62  # a counter past every item
