@@ -32,7 +32,7 @@ def contest(
     Contenders that do not apply are left out. tick() is called after each contender's turn.
     """
     entries = dict(_checked_entries(case, names, num_threads, tick))
-    calls = {name: _calls_per_sample(run) for name, (run, _) in entries.items()}
+    calls = {name: calls_per_sample(run) for name, (run, _) in entries.items()}
     result = {
         "flop": work.flop(case),
         "nbytes": work.nbytes(case),
@@ -53,7 +53,9 @@ def contest(
             limits = machine_limits.measure_again(limits, result["bound"], case.dtype, num_threads)
             result["least_seconds"].append(work.least_seconds(case, limits))
         for name, (run, _) in entries.items():
-            result["contenders"][name]["seconds"].append(_sample(run, calls[name]))
+            time.sleep(SETTLE_SECONDS)
+            run()  # wakes its threads and brings its data back into the caches
+            result["contenders"][name]["seconds"].append(sample(run, calls[name]))
             tick()
     return result
 
@@ -71,17 +73,16 @@ def _checked_entries(
         tick()
 
 
-def _calls_per_sample(run: Callable) -> int:
+def calls_per_sample(run: Callable) -> int:
+    """As many calls as fill SAMPLE_SECONDS."""
     start = time.perf_counter()
     run()
     once = time.perf_counter() - start
     return max(1, math.ceil(SAMPLE_SECONDS / once))
 
 
-def _sample(run: Callable, calls: int) -> float:
+def sample(run: Callable, calls: int) -> float:
     """Mean seconds of one call."""
-    time.sleep(SETTLE_SECONDS)
-    run()  # wakes its threads and brings its data back into the caches
     gc.disable()
     start = time.perf_counter()
     for _ in range(calls):
