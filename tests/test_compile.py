@@ -34,9 +34,16 @@ def named_target(monkeypatch):
 def test_unknown_target(named_target):
     with pytest.raises(ValueError, match="FASTATTN_TARGET must be one of") as error:
         named_target("pentium")
-    names = ("x86-64-v3", "x86-64-v4")
+    names = ("x86-64-v3", "x86-64-v4", "aarch64")
     assert str(error.value) == f"FASTATTN_TARGET must be one of {names}, got 'pentium'"
     assert named_target("") == compile.host_target()
+
+
+def test_named_target_needs_no_such_machine():
+    with pytest.raises(ValueError, match=r"target must be one of .*, got 'pentium'"):
+        compile.named_target("pentium")
+    sizes = {"x86-64-v3": 32, "x86-64-v4": 64, "aarch64": 16}
+    assert {name: compile.named_target(name).unit.nbytes for name in compile.TARGETS} == sizes
 
 
 def test_target_that_this_cpu_lacks(named_target, monkeypatch):

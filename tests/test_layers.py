@@ -33,7 +33,7 @@ LAYERS = [
     "cpu.simd cpu.auxiliary",
     "cpu.elementary cpu.memory",
     "cpu.registers cpu.threads cpu.compile mods block_mask",
-    "trace",
+    "trace cpu.cache",
     "cpu cpu.job dropout machine problem",
     "modifier",
 ]

@@ -11,24 +11,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import importlib
-import logging
 import os
-import stat
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from ..machine import VectorUnit, vector_unit
-
-log = logging.getLogger("fastattn")
+from . import cache
 
 # int32 status f(int64 *result, void **error, void *job, void *scratch, int64 quota): Numba's own
 # calling convention.
@@ -40,12 +33,12 @@ ENTRY = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.c_int64,
 )
-MAGIC = b"fastattn object 1\n"
-DIGEST = hashlib.sha256
-# What FASTATTN_TARGET may name, and what the host must have for it.
+# What FASTATTN_TARGET may name, and what the host must have for it, in LLVM's words.
+_V3 = {"avx2", "fma", "bmi", "bmi2", "f16c", "lzcnt", "movbe"}
 TARGETS = {
-    "x86-64-v3": {"avx2", "fma", "bmi2", "f16c"},
-    "x86-64-v4": {"avx512f", "avx512vl", "avx512dq", "avx512bw"},
+    "x86-64-v3": _V3,
+    "x86-64-v4": _V3 | {"avx512f", "avx512vl", "avx512dq", "avx512bw", "avx512cd"},
+    "aarch64": {"neon"},
 }
 
 # A helper of more instructions than this (as Numba writes them) stays a function. Copied into its
@@ -92,10 +85,9 @@ def host_target() -> Target:
     """
     llvm = _llvm()
     features = llvm.get_host_cpu_features()
-    triple = llvm.get_process_triple()
     name = os.environ.get("FASTATTN_TARGET", "")
     if not name:
-        return Target(triple, llvm.get_host_cpu_name(), features.flatten())
+        return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten())
     if name not in TARGETS:
         raise ValueError(f"FASTATTN_TARGET must be one of {tuple(TARGETS)}, got {name!r}")
     missing = sorted(f for f in TARGETS[name] if not features.get(f))
@@ -103,7 +95,22 @@ def host_target() -> Target:
         raise ValueError(
             f"FASTATTN_TARGET must be a target that this CPU can run, got {name!r}: no {missing}"
         )
-    return Target(triple, name, "")
+    return named_target(name)
+
+
+def named_target(name: str) -> Target:
+    """The target of a name in TARGETS, under this operating system; it need not be this machine.
+
+    Raises
+    ------
+    ValueError  there is no such name
+    """
+    if name not in TARGETS:
+        raise ValueError(f"target must be one of {tuple(TARGETS)}, got {name!r}")
+    system = _llvm().get_process_triple().partition("-")[2]
+    if name == "aarch64":
+        return Target(f"aarch64-{system}", "generic", "")
+    return Target(f"x86_64-{system}", name, "")
 
 
 def unavailable(key: Hashable) -> str:
@@ -116,7 +123,7 @@ def unavailable(key: Hashable) -> str:
     target = host_target()
     if target.unit is None:
         return f"CPU {target.cpu!r} has no {UNITS}"
-    if key in _loaded or _read_entry(_entry_path(key, target)) is not None:
+    if key in _loaded or cache.find(key, target) is not None:
         return ""
     return _import_problem("numba")
 
@@ -157,13 +164,30 @@ def kernel(key: Hashable, build: Callable[[VectorUnit], Callable]) -> Kernel:
     with _lock:
         if key not in _loaded:
             target = host_target()
-            path = _entry_path(key, target)
-            entry = _read_entry(path)
+            entry = cache.find(key, target)
             if entry is None:
                 entry = compile_object(build(vector_unit_of(target)), target)
-                _write_entry(path, *entry)
+                cache.keep(key, target, *entry)
             _loaded[key] = _load(*entry, str(key))
         return _loaded[key]
+
+
+def store(
+    key: Hashable, build: Callable[[VectorUnit], Callable], target: Target, folder: Path
+) -> Path:
+    """Compile a kernel for a target into a folder that will be its cache; return the file.
+
+    A file that is there already stays. The other machine needs the same fastattn, Numba and Python,
+    and the target's name as FASTATTN_TARGET.
+
+    Raises
+    ------
+    OSError  the file cannot be written
+    """
+    path = cache.entry_path(folder, key, target)
+    if cache.read_entry(path) is None:
+        cache.write_entry(path, *compile_object(build(vector_unit_of(target)), target))
+    return path
 
 
 def vector_unit_of(target: Target) -> VectorUnit:
@@ -275,97 +299,3 @@ def _load(entry: str, code: bytes, name: str) -> Kernel:
         return result.value
 
     return run
-
-
-# The cache: one file an entry, MAGIC + digest of the rest + entry name + "\n" + object code.
-
-
-@functools.cache
-def _source_digest() -> bytes:
-    """Digest of the package's sources: an edit anywhere makes every cached kernel unknown."""
-    digest = DIGEST()
-    root = Path(__file__).parent.parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.digest()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _entry_path(key: Hashable, target: Target) -> Path | None:
-    folder = cache_folder()
-    if folder is None:
-        return None
-    parts = (key, target, _version("numba"), _version("llvmlite"), sys.implementation.cache_tag)
-    return folder / (DIGEST(_source_digest() + repr(parts).encode()).hexdigest()[:40] + ".obj")
-
-
-def cache_folder() -> Path | None:
-    """The folder of compiled kernels; None if it is turned off or not safe to use.
-
-    FASTATTN_CACHE=0 turns it off, FASTATTN_CACHE=path moves it. It holds machine code, so it is
-    used only if this user owns it and nobody else can write it.
-    """
-    setting = os.environ.get("FASTATTN_CACHE", "")
-    if setting == "0":
-        return None
-    try:
-        folder = Path(setting) if setting else _user_cache() / "fastattn"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.name == "posix":
-            status = folder.stat()
-            if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                log.debug("cache folder %s is not private to this user: not used", folder)
-                return None
-        return folder
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        log.debug("no cache folder: %s", error)
-        return None
-
-
-def _user_cache() -> Path:
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
-def _read_entry(path: Path | None) -> tuple[str, bytes] | None:
-    if path is None:
-        return None
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    start = len(MAGIC) + DIGEST().digest_size
-    if (
-        not content.startswith(MAGIC)
-        or content[len(MAGIC) : start] != DIGEST(content[start:]).digest()
-    ):
-        log.debug("cache entry %s is damaged: compiled anew", path)
-        return None
-    entry, _, code = content[start:].partition(b"\n")
-    return entry.decode(), code
-
-
-def _write_entry(path: Path | None, entry: str, code: bytes) -> None:
-    if path is None:
-        return
-    content = entry.encode() + b"\n" + code
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(MAGIC + DIGEST(content).digest() + content)
-            os.replace(name, path)  # readers see the old entry or the new one, never a part
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        log.debug("cache entry %s not written: %s", path, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from ctypes import Array, addressof, c_int64
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,19 +45,31 @@ def _combine_key(variant: Variant) -> tuple[str, Variant]:
     return "combine", Variant(variant.dtype, variant.storage)
 
 
+def built_in_kernels() -> list[tuple[str, Variant]]:
+    """(name, variant) of every kernel that calls without modifiers may need."""
+    stored = [("float32", "float32"), ("float64", "float64")]
+    stored += [("float32", "float16"), ("float32", "bfloat16")]
+    return [(name, Variant(*types)) for types in stored for name in ("forward", "combine")]
+
+
 def kernel(name: str, variant: Variant) -> compile.Kernel:
-    """A compiled kernel. The module that defines it, and Numba with it, is imported only if it
-    must be compiled.
+    """A compiled kernel."""
+    return compile.kernel((name, variant), builder(name, variant))
+
+
+def builder(name: str, variant: Variant) -> Callable[[VectorUnit], Callable]:
+    """What compile.kernel() and compile.store() build the kernel (name, variant) with. The module
+    that defines it, and Numba with it, is imported only if it must be compiled.
     """
 
-    def build(unit: VectorUnit):
+    def build(unit: VectorUnit) -> Callable:
         if name == "forward":
             from .forward import forward_kernel as factory
         else:
             from .decode import combine_kernel as factory
         return factory(variant, unit)
 
-    return compile.kernel((name, variant), build)
+    return build
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,135 @@
+"""The cache of compiled kernels: where it lies, what an entry is called, what one can be trusted.
+
+One file an entry: MAGIC + digest of the rest + entry name + "\\n" + object code.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Hashable
+from importlib import metadata
+from pathlib import Path
+
+log = logging.getLogger("fastattn")
+
+MAGIC = b"fastattn object 1\n"
+DIGEST = hashlib.sha256
+
+
+@functools.cache
+def source_digest() -> bytes:
+    """Digest of the package's sources: an edit anywhere makes every cached kernel unknown.
+
+    b"" where they cannot be read (from a zip file, or frozen): nothing can be known of old code.
+    """
+    digest, root = DIGEST(), Path(__file__).parent.parent
+    paths = sorted(root.rglob("*.py"))
+    for path in paths:
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.digest() if paths else b""
+
+
+def entry_name(*parts: Hashable) -> str:
+    """The file name of what was made from the present sources and these parts."""
+    return DIGEST(source_digest() + repr(parts).encode()).hexdigest()[:40]
+
+
+def entry_path(folder: Path, key: Hashable, target: Hashable) -> Path:
+    """Where a cache folder keeps the kernel of this key and target."""
+    versions = (_version("numba"), _version("llvmlite"), sys.implementation.cache_tag)
+    return folder / (entry_name(key, target, *versions) + ".obj")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def cache_folder() -> Path | None:
+    """The folder of compiled kernels; None if it is turned off or not safe to use.
+
+    FASTATTN_CACHE=0 turns it off, FASTATTN_CACHE=path moves it. It holds machine code, so it is
+    used only if this user owns it and nobody else can write it.
+    """
+    setting = os.environ.get("FASTATTN_CACHE", "")
+    if setting == "0" or not source_digest():
+        return None
+    try:
+        folder = Path(setting) if setting else _user_cache() / "fastattn"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.name == "posix":
+            status = folder.stat()
+            if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                log.debug("cache folder %s is not private to this user: not used", folder)
+                return None
+        return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        log.debug("no cache folder: %s", error)
+        return None
+
+
+def _user_cache() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def find(key: Hashable, target: Hashable) -> tuple[str, bytes] | None:
+    """(entry name, object code) of a kernel from the user's cache, or None."""
+    folder = cache_folder()
+    return read_entry(entry_path(folder, key, target)) if folder else None
+
+
+def keep(key: Hashable, target: Hashable, entry: str, code: bytes) -> None:
+    """Put a kernel into the user's cache, if there is one and room in it."""
+    folder = cache_folder()
+    try:
+        if folder:
+            write_entry(entry_path(folder, key, target), entry, code)
+    except OSError as error:
+        log.debug("kernel %s not kept: %s", key, error)
+
+
+def read_entry(path: Path) -> tuple[str, bytes] | None:
+    """(entry name, object code); None if there is no whole entry."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    start = len(MAGIC) + DIGEST().digest_size
+    if (
+        not content.startswith(MAGIC)
+        or content[len(MAGIC) : start] != DIGEST(content[start:]).digest()
+    ):
+        log.debug("cache entry %s is damaged: compiled anew", path)
+        return None
+    entry, _, code = content[start:].partition(b"\n")
+    return entry.decode(), code
+
+
+def write_entry(path: Path, entry: str, code: bytes) -> None:
+    """Write an entry whole, or raise OSError."""
+    content = entry.encode() + b"\n" + code
+    replace_file(path, MAGIC + DIGEST(content).digest() + content)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file such that readers see the old one or the new one, never a part."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
