@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -47,7 +48,7 @@ def test_shares_that_have_not_begun_are_withdrawn():
     """All pool threads are busy: the caller does everything, waits for nobody."""
     assert_pool_works()
     release, busy = threading.Event(), threading.Semaphore(0)
-    others = threads._workers
+    others = len(threads._workers)
     blocked = threading.Thread(
         target=threads.run_on_threads,
         args=(lambda: (busy.release(), release.wait(20)), others + 1),
@@ -69,11 +70,37 @@ def test_no_more_threads_can_be_started(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threads, "_workers", 0)
+    monkeypatch.setattr(threads, "_workers", [])
     monkeypatch.setattr(threading.Thread, "start", refuse)
     seen = []
     threads.run_on_threads(lambda: seen.append(1), 4)
     assert seen == [1]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no sched_setaffinity")
+@pytest.mark.parametrize("allowed", [1, 2])
+def test_pool_threads_stay_off_the_callers_cpu(monkeypatch, allowed):
+    """They may run wherever the caller may, but not where it runs, if there is another place."""
+    before = os.sched_getaffinity(0)
+    if len(before) < allowed:
+        pytest.skip("needs two CPUs")
+    meet(2)
+    pool = [thread.native_id for thread in threads._workers]
+    cpus = sorted(before)[:allowed]
+    try:
+        os.sched_setaffinity(0, cpus)
+        for cpu in cpus:
+            monkeypatch.setattr(threads, "_getcpu", lambda cpu=cpu: cpu)
+            meet(2)
+            others = set(cpus) - {cpu}
+            if others:
+                assert all(os.sched_getaffinity(thread) == others for thread in pool)
+        assert os.sched_getaffinity(0) == set(cpus)
+    finally:
+        os.sched_setaffinity(0, before)
+        monkeypatch.undo()
+        threads._shunned = -1
+    meet(2)
 
 
 @pytest.mark.parametrize("error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt])
