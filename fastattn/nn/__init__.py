@@ -6,13 +6,16 @@ of a layer are one frozen record, checked once, when it is made; layers check on
 called with. float32 and float64; x, weights and result have one dtype.
 """
 
+from . import positions
 from .activations import gelu, relu
+from .cache import KVCache
 from .linear import LinearWeights, linear
 from .multihead import MultiHeadWeights, multihead_attention
 from .norms import LayerNormWeights, layer_norm
 from .transformer import TransformerLayerWeights, transformer_layer
 
 __all__ = [
+    "KVCache",
     "LayerNormWeights",
     "LinearWeights",
     "MultiHeadWeights",
@@ -21,6 +24,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "multihead_attention",
+    "positions",
     "relu",
     "transformer_layer",
 ]
