@@ -27,16 +27,11 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Every modifier is a kernel of its own, which takes seconds to compile: on cpu, all but
-    test_compiled_modifiers.py are slow tests.
-    """
+    """Where a file says CPU_IS_SLOW, its tests of the compiled backend are slow tests."""
     for item in items:
-        parameters = getattr(item, "callspec", None) and item.callspec.params
-        if (
-            item.path.name == "test_modifiers.py"
-            and parameters
-            and parameters.get("backend") == "cpu"
-        ):
+        callspec = getattr(item, "callspec", None)
+        on_cpu = callspec is not None and callspec.params.get("backend") == "cpu"
+        if on_cpu and getattr(item.module, "CPU_IS_SLOW", False):
             item.add_marker(pytest.mark.slow)
 
 
