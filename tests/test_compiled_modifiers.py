@@ -43,6 +43,15 @@ def test_mask_mod_block_mask_and_hidden_nan(rng):
         agree(q, k, v, {"mask": seen}, **arguments)
 
 
+def test_block_mask_above_rows_that_see_no_key(rng):
+    """Strips of rows that stand before the first key: their span was taken backwards."""
+    q, k, v = arrays(rng)
+    i, j = np.ogrid[:70, :300]
+    mask = fastattn.create_block_mask(mods.sliding_window(40, 9), None, None, 70, 300, block=(8, 8))
+    flags = {"causal": True, "align": -60}
+    agree(q, k, v, {"mask": (j >= i - 40) & (j <= i + 9), **flags}, block_mask=mask, **flags)
+
+
 def test_score_mod_with_aux_of_heads_and_keys(rng):
     q, k, v = arrays(rng)
     slopes, keys = rng.random(4, np.float32), rng.standard_normal(300, dtype=np.float32)

@@ -58,7 +58,7 @@ def visible_span(job, item, row, count, n_start, start, stop):
     """
     block_n = field(job, "block_mask_n")
     first_key = n_start + item[FIRST_BIAS] + field(job, "first_key")
-    begin, end, full = stop, start, True
+    begin, end, full = max(start, stop), start, True  # stop may lie before start
     for n in range((first_key + start) // block_n, (first_key + stop - 1) // block_n + 1):
         some, every = block_kinds(job, item, row, count, n)
         if some:
