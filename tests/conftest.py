@@ -56,3 +56,14 @@ def _why_not(backend):
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def torch():
+    """The module torch, without the fast path of its attention layers, which warns."""
+    torch = pytest.importorskip("torch")
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.manual_seed(0)
+    yield torch
+    torch.backends.mha.set_fastpath_enabled(fast_path)
