@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import cases
-import peers
 import pytest
-import record
-import verify
-import work
+import repository
 from threadpoolctl import threadpool_limits
 
+from fastattn.benchmark import cases, peers, verify, work
 from fastattn.machine import default_num_threads
 
 
@@ -36,7 +33,7 @@ def pytest_generate_tests(metafunc):
 def pytest_benchmark_update_machine_info(config, machine_info):
     """Say what was measured, but not on whose machine."""
     machine_info.clear()
-    machine_info.update(record.setting(config.getoption("threads")))
+    machine_info.update(repository.setting(config.getoption("threads")))
 
 
 @pytest.fixture(scope="session")
@@ -57,8 +54,8 @@ def run(benchmark, case, contender, num_threads):
     """The call to be timed, checked against the oracle; skips what does not apply here."""
     x, exact = _inputs_and_answer(case)
     entry = peers.entry(contender, case, x, num_threads)
-    if entry is None:
-        pytest.skip(f"{contender} is not installed or cannot run {case}")
+    if isinstance(entry, str):
+        pytest.skip(f"{contender}: {entry}")
     error = verify.error(contender, case, entry.unpack(entry.run()), exact)
     benchmark.group = case.name
     benchmark.extra_info.update(flop=work.flop(case), nbytes=work.nbytes(case), error=error)

@@ -13,12 +13,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import cases
-import peers
-import record
+import repository
 from rich.console import Console
 from rich.table import Table
 
+from fastattn.benchmark import cases, peers, record
+from fastattn.commands.terminal import checked, count
 from fastattn.machine import default_num_threads
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def extra_bytes(contender: str, seqlen: int, num_threads: int) -> int | None:
     small = peers.entry(contender, SMALL, SMALL.inputs(), num_threads)
     case = case_of(seqlen)
     entry = peers.entry(contender, case, case.inputs(), num_threads)
-    if small is None or entry is None:
+    if isinstance(small, str) or isinstance(entry, str):
         return None
     small.run()
     # The kernel sets the peak back to what is resident now. (ru_maxrss would also count what the
@@ -66,10 +66,15 @@ def measure(contender: str, seqlen: int, num_threads: int) -> int | None:
 
 
 def main() -> None:
-    parser = record.parser(__doc__)
-    parser.add_argument("--seqlens", default="1024,4096,16384")
-    parser.add_argument("--contenders", type=peers.select, default="fastattn,formula,torch")
-    parser.add_argument("--threads", type=int, default=default_num_threads())
+    parser = repository.parser(__doc__)
+    repository.add_json(parser)
+    parser.add_argument("--seqlens", default="1024,4096,16384", help="comma-separated")
+    among = "parts of " + ", ".join(peers.CONTENDERS) + ", comma-separated"
+    parser.add_argument(
+        "--peers", type=checked(peers.select), default="fastattn,formula,torch", help=among
+    )
+    number = default_num_threads()
+    parser.add_argument("--threads", type=count, default=number, help=f"default {number}")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -78,8 +83,7 @@ def main() -> None:
         return
     seqlens = [int(seqlen) for seqlen in options.seqlens.split(",")]
     results = {
-        name: {str(n): measure(name, n, options.threads) for n in seqlens}
-        for name in options.contenders
+        name: {str(n): measure(name, n, options.threads) for n in seqlens} for name in options.peers
     }
     title = f"MiB beyond inputs and output: {HEADS} heads, head_dim 64, float32"
     shown = Table("contender", *(f"seqlen {n}" for n in seqlens), title=title)
@@ -89,7 +93,7 @@ def main() -> None:
     Console().print(shown)
     if options.json:
         kept = {name: {"extra_bytes": found} for name, found in results.items()}
-        record.save(options.json, "memory", record.setting(options.threads), kept)
+        record.save(options.json, "memory", repository.setting(options.threads), kept)
 
 
 if __name__ == "__main__":

@@ -11,29 +11,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import cases
-import matplotlib as mpl
 import numpy as np
-import peers
-import record
-import summary
-from matplotlib.patches import Patch
+import repository
 
-README = record.ROOT / "README.md"
+from fastattn.benchmark import cases, peers, plots, summary
+
+README = repository.ROOT / "README.md"
 BEGIN = "<!-- begin: written by bench/report.py -->"
 END = "<!-- end: written by bench/report.py -->"
 MIB = 1 << 20
-
-COLORS = {name: f"C{index}" for index, name in enumerate(peers.CONTENDERS)}
-
-
-def rows_by_case(forward: dict, names: list[str]) -> dict[str, dict[str, summary.Row]]:
-    """{case: {contender: row}} for the cases of names that were measured."""
-    return {
-        name: {row.contender: row for row in summary.rows(name, forward[name], peers.OURS)}
-        for name in names
-        if name in forward
-    }
 
 
 def shape_text(case: cases.Case) -> str:
@@ -100,7 +86,7 @@ def caption(setting: dict) -> str:
 def text(results: dict, picture: str) -> str:
     """All that stands between the markers of README.md."""
     forward = results["forward"]
-    rows = rows_by_case(forward, [case.name for case in cases.SUITE])
+    rows = plots.rows_by_case(forward, [case.name for case in cases.SUITE])
     parts = [
         "Columns of peers: how many times longer they take than fastattn, median of interleaved "
         "rounds; below 1 the peer is faster, – where it cannot run the case.",
@@ -123,93 +109,16 @@ def fill(readme: str, between: str) -> str:
     return f"{head}{BEGIN}\n{between}\n{END}{tail}"
 
 
-def draw(results: dict, path: Path) -> None:
-    """Four small plots in one picture."""
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
-    forward = results["forward"]
-    rows = rows_by_case(forward, [case.name for case in cases.SUITE])
-    draw_speed(axes[0, 0], rows)
-    draw_limit(axes[0, 1], rows)
-    draw_sweep(axes[1, 0], rows_by_case(forward, [case.name for case in cases.SWEEP]))
-    draw_memory(axes[1, 1], results.get("memory", {}))
-    figure.savefig(path, dpi=90)
-
-
-def draw_speed(axes, rows: dict[str, dict[str, summary.Row]]) -> None:
-    """Time of the fastest peer over fastattn's, with the quartiles of the rounds."""
-    fastest = [summary.fastest_peer(list(found.values()), peers.OURS) for found in rows.values()]
-    for place, row in enumerate(fastest):
-        if row is None:
-            continue
-        spread = [[row.ratio - row.ratio_low], [row.ratio_high - row.ratio]]
-        axes.barh(place, row.ratio, xerr=spread, color=COLORS[row.contender])
-    axes.axvline(1, color="black", linewidth=0.8)
-    shown = dict.fromkeys(row.contender for row in fastest if row)
-    axes.legend([Patch(color=COLORS[name]) for name in shown], list(shown), fontsize=6)
-    axes.set_yticks(range(len(rows)), list(rows), fontsize=7)
-    axes.invert_yaxis()
-    axes.set_title("time of the fastest peer / time of fastattn", fontsize=9)
-
-
-def draw_limit(axes, rows: dict[str, dict[str, summary.Row]]) -> None:
-    """Share of the machine's limit that fastattn reaches."""
-    percents = [found[peers.OURS].percent or 0 for found in rows.values()]
-    axes.barh(range(len(rows)), percents, color=COLORS[peers.OURS])
-    axes.set_yticks(range(len(rows)), list(rows), fontsize=7)
-    axes.set_xlim(0, 100)
-    axes.invert_yaxis()
-    axes.set_title("fastattn, per cent of the measured limit", fontsize=9)
-
-
-def line(axes, name: str, points: list[tuple[int, float]]) -> None:
-    """One contender's points, if it has any."""
-    if points:
-        style = {"marker": "o", "markersize": 3, "color": COLORS[name]}
-        axes.plot(*zip(*points, strict=True), label=name, **style)
-
-
-def draw_sweep(axes, rows: dict[str, dict[str, summary.Row]]) -> None:
-    """Speed against seqlen."""
-    for name in peers.CONTENDERS:
-        points = [
-            (cases.CASES[case].seqlen_q, found[name].gflop_s)
-            for case, found in rows.items()
-            if name in found
-        ]
-        line(axes, name, points)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("seqlen", fontsize=8)
-    axes.set_title("GFLOP/s, 8 heads, head_dim 64, not causal", fontsize=9)
-    if rows:
-        axes.legend(fontsize=6)
-
-
-def draw_memory(axes, memory: dict) -> None:
-    """Memory against seqlen."""
-    for name, result in memory.items():
-        points = [(int(n), size / MIB) for n, size in result["extra_bytes"].items() if size]
-        line(axes, name, points)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("seqlen", fontsize=8)
-    axes.set_title("MiB beyond inputs and output, 2 heads, head_dim 64", fontsize=9)
-    if memory:
-        axes.legend(fontsize=6)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="?", default=record.default_path())
+    parser.add_argument("results", type=Path, nargs="?", default=repository.RESULTS)
     path = parser.parse_args().results.resolve()
     results = json.loads(path.read_text())
     picture = path.with_suffix(".png")
-    draw(results, picture)
-    between = text(results, picture.relative_to(record.ROOT).as_posix())
+    plots.draw(results, picture)
+    between = text(results, picture.relative_to(repository.ROOT).as_posix())
     README.write_text(fill(README.read_text(), between))
 
 

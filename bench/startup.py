@@ -15,11 +15,12 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import record
-import summary
+import repository
 from rich.console import Console
 from rich.table import Table
 
+from fastattn.benchmark import record, summary
+from fastattn.commands.terminal import count
 from fastattn.machine import default_num_threads
 
 IMPORT = """
@@ -54,7 +55,7 @@ def seconds_in_fresh_process(program: str, cache: Path) -> float:
     """Run program in a new Python with FASTATTN_CACHE=cache and return the number it prints."""
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=record.ROOT,
+        cwd=repository.ROOT,
         env={**os.environ, "FASTATTN_CACHE": str(cache)},
         capture_output=True,
         text=True,
@@ -84,8 +85,9 @@ def run(rounds: int) -> dict[str, dict]:
 
 
 def main() -> None:
-    parser = record.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = repository.parser(__doc__)
+    repository.add_json(parser)
+    parser.add_argument("--rounds", type=count, default=5, help="of all stages (default 5)")
     options = parser.parse_args()
     results = run(options.rounds)
     shown = Table("stage", "median", "fastest", "slowest")
@@ -95,7 +97,7 @@ def main() -> None:
         shown.add_row(stage, *map(summary.time_text, cells))
     Console().print(shown)
     if options.json:
-        record.save(options.json, "startup", record.setting(default_num_threads()), results)
+        record.save(options.json, "startup", repository.setting(default_num_threads()), results)
 
 
 if __name__ == "__main__":

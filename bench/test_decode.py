@@ -1,6 +1,6 @@
 """Decoding: one query against a cache of keys."""
 
-import cases
+from fastattn.benchmark import cases
 
 CASES = cases.DECODE
 

@@ -1,6 +1,6 @@
 """Prefill: many queries against many keys."""
 
-import cases
+from fastattn.benchmark import cases
 
 CASES = cases.FORWARD
 

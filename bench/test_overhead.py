@@ -1,6 +1,6 @@
 """What a call costs when there is almost nothing to compute."""
 
-import cases
+from fastattn.benchmark import cases
 
 CASES = cases.OVERHEAD
 

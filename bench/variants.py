@@ -6,23 +6,21 @@ python bench/variants.py --only 'softcap,*_mod' --threads 1 --rounds 41 --json
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import record
-import summary
-from contest import calls_per_sample, sample
-from rich.console import Console
+import repository
 from rich.progress import track
 from rich.table import Table
 
 import fastattn
 from fastattn import mods
+from fastattn.benchmark import record, summary
+from fastattn.benchmark.contest import calls_per_sample, sample
+from fastattn.commands import terminal
 from fastattn.machine import default_num_threads
 
 HEADS, HEAD_DIM = 8, 64
@@ -132,8 +130,8 @@ def select(wanted: str) -> list[VariantCase]:
     for word in wanted.split(","):
         found = fnmatch.filter(by_name, word)
         if not found:
-            text = f"must be names or patterns of {tuple(by_name)}, got {word!r}"
-            raise argparse.ArgumentTypeError(text)
+            text = f"variants must be names or patterns of {tuple(by_name)}, got {word!r}"
+            raise ValueError(text)
         chosen.update((name, by_name[name]) for name in found)
     return list(chosen.values())
 
@@ -209,15 +207,21 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = record.parser(__doc__)
+    parser = repository.parser(__doc__)
+    repository.add_json(parser)
     counts = sorted({1, default_num_threads()})
     parser.add_argument(
-        "--only", type=select, default=VARIANTS, help="names or patterns, comma-separated"
+        "--only",
+        type=terminal.checked(select),
+        default=VARIANTS,
+        help="names or patterns, comma-separated",
     )
-    parser.add_argument("--threads", type=int, nargs="+", default=counts, help="numbers of threads")
-    parser.add_argument("--rounds", type=int, default=21, help="of each pair of calls")
+    parser.add_argument(
+        "--threads", type=terminal.count, nargs="+", default=counts, help="numbers of threads"
+    )
+    parser.add_argument("--rounds", type=terminal.count, default=21, help="of each pair of calls")
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = terminal.console()
     results: dict[int, dict[str, dict]] = {}
     for num_threads in options.threads:
         fastattn.set_num_threads(num_threads)
@@ -227,7 +231,7 @@ def main() -> None:
     if options.json:
         for num_threads, found in results.items():
             named = {f"{name}, {num_threads} threads": row for name, row in found.items()}
-            record.save(options.json, "variants", record.setting(num_threads), named)
+            record.save(options.json, "variants", repository.setting(num_threads), named)
 
 
 if __name__ == "__main__":

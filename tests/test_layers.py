@@ -12,6 +12,13 @@ import fastattn
 PACKAGE = Path(fastattn.__file__).parent
 LAYERS = [
     "fastattn __main__",
+    "commands",
+    "commands.bench commands.info commands.warmup",
+    "commands.terminal",
+    "benchmark.contest benchmark.plots",
+    "benchmark.limits benchmark.peers benchmark.summary benchmark.verify",
+    "benchmark.onnx_call benchmark.record benchmark.roofline benchmark.work",
+    "benchmark benchmark.cases",
     "udl",
     "nn",
     "nn.transformer",

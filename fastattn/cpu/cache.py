@@ -54,26 +54,43 @@ def _version(package: str) -> str:
 
 
 def cache_folder() -> Path | None:
-    """The folder of compiled kernels; None if it is turned off or not safe to use.
+    """The folder of compiled kernels; None if it is turned off or not safe to use."""
+    return folder_or_reason()[0]
+
+
+def folder_or_reason() -> tuple[Path | None, str]:
+    """(folder of compiled kernels, "") or (None, why there is none).
 
     FASTATTN_CACHE=0 turns it off, FASTATTN_CACHE=path moves it. It holds machine code, so it is
     used only if this user owns it and nobody else can write it.
     """
     setting = os.environ.get("FASTATTN_CACHE", "")
-    if setting == "0" or not source_digest():
-        return None
+    if setting == "0":
+        return None, "turned off by FASTATTN_CACHE=0"
+    if not source_digest():
+        return None, "the sources of fastattn cannot be read, so old code cannot be told from new"
     try:
         folder = Path(setting) if setting else _user_cache() / "fastattn"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.name == "posix":
-            status = folder.stat()
-            if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                log.debug("cache folder %s is not private to this user: not used", folder)
-                return None
-        return folder
+        reason = not_private(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        log.debug("no cache folder: %s", error)
-        return None
+        folder, reason = None, str(error)
+    if reason:
+        log.debug("no cache folder: %s", reason)
+        return None, reason
+    return folder, ""
+
+
+def not_private(folder: Path) -> str:
+    """Why others could put code into this folder; "" if they cannot."""
+    if os.name != "posix":
+        return ""
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        return f"{folder} belongs to another user"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others can write {folder}: chmod go-w"
+    return ""
 
 
 def _user_cache() -> Path:

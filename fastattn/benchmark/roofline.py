@@ -1,7 +1,4 @@
-"""This machine's measured limits: the multiply-add peak and the memory bandwidth.
-
-python bench/roofline.py          prints both
-"""
+"""The loops that measure what a processor can do: multiply-adds on registers, reads of memory."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from ctypes import addressof, c_int64
 
 import numpy as np
 
-from fastattn import get_num_threads
-from fastattn.cpu import compile, threads
+from ..cpu import compile, threads
 
 # Independent accumulators: more than latency x units of any present core (4 cycles x 2), and with
 # the two operands fewer than 16 registers. A loop of only 12 instructions loses 5 % to its own end.
@@ -25,7 +21,7 @@ def _peak_loop(dtype: str, lanes: int):
     from numba.core import types
     from numba.extending import intrinsic
 
-    from fastattn.cpu.registers import FLOAT, I64, call, load_vector, store_vector
+    from ..cpu.registers import FLOAT, I64, call, load_vector, store_vector
 
     vector = ir.VectorType(FLOAT[dtype], lanes)
 
@@ -63,8 +59,8 @@ def _peak_kernel(dtype: str):
     """Kernel builder: `quota` rounds of the peak loop."""
 
     def build(unit):
-        from fastattn.cpu.memory import address, pointer_to
-        from fastattn.cpu.registers import ITEMSIZE
+        from ..cpu.memory import address, pointer_to
+        from ..cpu.registers import ITEMSIZE
 
         loop, real = _peak_loop(dtype, unit.lanes(ITEMSIZE[dtype])), pointer_to(dtype)
 
@@ -82,8 +78,8 @@ def multiply_add_peak(dtype: str = "float32", seconds: float = 0.05) -> float:
 
     The best of short runs over about `seconds`, by the thread's CPU time.
     """
-    kernel = compile.kernel(("bench.peak", dtype, CHAINS, UNROLL), _peak_kernel(dtype))
-    lanes = compile.host_target().unit.lanes(np.dtype(dtype).itemsize)
+    kernel = compile.kernel(("benchmark.peak", dtype, CHAINS, UNROLL), _peak_kernel(dtype))
+    lanes = compile.vector_unit_of(compile.host_target()).lanes(np.dtype(dtype).itemsize)
     x = np.full(2 * lanes, 0.5, dtype)
     rounds = 10_000
     best = 0.0
@@ -99,9 +95,9 @@ def multiply_add_peak(dtype: str = "float32", seconds: float = 0.05) -> float:
 
 def _read_kernel(unit):
     """Kernel: draw chunks from a counter and add them up; job is (array, counter, chunks, sums)."""
-    from fastattn.cpu.memory import address, at, fetch_add, pointer_to
-    from fastattn.cpu.registers import jit
-    from fastattn.cpu.simd import operations
+    from ..cpu.memory import address, at, fetch_add, pointer_to
+    from ..cpu.registers import jit
+    from ..cpu.simd import operations
 
     simd = operations("float32", unit.lanes(4))
     load, store, lanes = simd.load, simd.store, simd.lanes
@@ -133,7 +129,7 @@ def read_bandwidth(num_threads: int, nbytes: int = 1 << 29) -> float:
 
     nbytes should be far more than the caches hold.
     """
-    kernel = compile.kernel(("bench.read", CHUNK), _read_kernel)
+    kernel = compile.kernel(("benchmark.read", CHUNK), _read_kernel)
     chunks = max(num_threads, nbytes // CHUNK)
     data = np.ones(chunks * CHUNK // 4, np.float32)
     sums = np.zeros((chunks, 16), np.float32)
@@ -146,10 +142,3 @@ def read_bandwidth(num_threads: int, nbytes: int = 1 << 29) -> float:
         threads.run_on_threads(lambda: kernel(job.ctypes.data, 0, 1), num_threads)
         best = min(best, time.perf_counter() - start)
     return data.nbytes / best / 1e9
-
-
-if __name__ == "__main__":
-    for name in ("float32", "float64"):
-        print(f"{name} multiply-add peak of one thread: {multiply_add_peak(name, 0.3):.1f} Gflop/s")
-    for count in sorted({1, get_num_threads()}):
-        print(f"memory read by {count} thread(s): {read_bandwidth(count):.1f} GB/s")

@@ -5,22 +5,22 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from work import Limits
+from . import roofline
+from .work import Limits
 
 
 def multiply_add_peak(dtype: str, num_threads: int) -> float:
-    """gflop_s of register-only loops that run on num_threads threads at once."""
-    from roofline import multiply_add_peak
+    """gflop_s of register-only loops that run on num_threads threads at once.
 
+    Raises ImportError where no kernel can be compiled.
+    """
     with ThreadPoolExecutor(num_threads) as pool:
-        return sum(pool.map(multiply_add_peak, [dtype] * num_threads))
+        return sum(pool.map(roofline.multiply_add_peak, [dtype] * num_threads))
 
 
 def read_bandwidth(num_threads: int) -> float:
-    """gb_s of a plain read loop."""
-    from roofline import read_bandwidth
-
-    return read_bandwidth(num_threads)
+    """gb_s of a plain read loop. Raises ImportError where no kernel can be compiled."""
+    return roofline.read_bandwidth(num_threads)
 
 
 def measure(dtype: str, num_threads: int) -> Limits | None:

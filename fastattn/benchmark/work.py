@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cases import Case
+from .cases import Case
 
 
 class Limits(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastattn.problem import Problem, Variant
+from ..problem import Problem, Variant
 
 
 class Inputs(NamedTuple):
@@ -67,7 +67,7 @@ class Case:
         rng = np.random.default_rng(seed)
 
         def normal(*shape: int) -> np.ndarray:
-            return rng.standard_normal(shape, dtype=self.dtype)
+            return rng.standard_normal(shape, dtype=np.dtype(self.dtype).type)
 
         q = normal(self.batch, self.heads_q, self.seqlen_q, self.head_dim)
         k = normal(self.batch, self.heads_kv, self.seqlen_k, self.head_dim)
@@ -84,7 +84,7 @@ class Case:
         return Inputs(q, k, v, mask, bias)
 
 
-def _square(name: str, batch: int, heads: int, seqlen: int, head_dim: int, **flags) -> Case:
+def _square(name: str, batch: int, heads: int, seqlen: int, head_dim: int, **flags: Any) -> Case:
     return Case(name, batch, heads, heads, seqlen, seqlen, head_dim, **flags)
 
 
@@ -143,6 +143,7 @@ def select(wanted: str) -> list[Case]:
     for word in wanted.split(","):
         found = GROUPS.get(word) or [CASES[name] for name in fnmatch.filter(CASES, word)]
         if not found:
-            raise ValueError(f"cases must be groups {tuple(GROUPS)} or names, got {word!r}")
+            known = f"groups {tuple(GROUPS)} or names or patterns of {tuple(CASES)}"
+            raise ValueError(f"cases must be {known}, got {word!r}")
         chosen.update({case.name: case for case in found})
     return list(chosen.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     ratio_high: float
 
 
-def rows(case: str, result: dict, baseline: str) -> list[Row]:
+def rows(case: str, result: dict[str, Any], baseline: str) -> list[Row]:
     """The rows of one contest, in the order of its contenders."""
     contenders = result["contenders"]
     if not contenders:

@@ -1,0 +1,30 @@
+"""python -m fastattn info | bench | warmup: each a module with HELP, add_options() and run()."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import bench, info, warmup
+
+COMMANDS = {"info": info, "bench": bench, "warmup": warmup}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. arguments default to those of the process."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fastattn", description="Exact fused attention for NumPy arrays."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        command.add_options(one)
+        one.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (ImportError, ValueError, OSError) as error:  # what the user can put right
+        print(f"fastattn: {error}", file=sys.stderr)
+        return 1
+    return 0

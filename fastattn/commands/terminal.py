@@ -1,0 +1,63 @@
+"""What the commands share: types of options, and rich, which draws tables and progress bars."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
+WIDTH = 110  # of tables that go to a file or a pipe
+
+
+def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A type of an option, whose ValueError reaches the user as it is written."""
+
+    def parse_option(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_option
+
+
+@checked
+def count(text: str) -> int:
+    """An int of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"must be an int of at least 1, got {text!r}")
+    return int(text)
+
+
+def console() -> Console:
+    """Where tables go. Raises ImportError, with the command that installs rich, where it is not."""
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise ImportError(
+            "tables need rich, which is not installed: pip install 'fastattn[bench]'"
+        ) from error
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def each(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
+    """The items, with a progress bar on stderr; a line for each where rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        for number, item in enumerate(items, 1):
+            print(f"{number}/{len(items)} {describe(item)}", file=sys.stderr)
+            yield item
+        return
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(items))
+        for item in items:
+            progress.update(task, description=describe(item))
+            yield item
+            progress.advance(task)

@@ -1,0 +1,67 @@
+"""Compile kernels before they are wanted: here, or into a folder for other machines and images."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from ..cpu import cache, compile
+from ..cpu.run import builder, built_in_kernels
+from . import terminal
+
+HELP = "compile the built-in kernels into the cache, or into a folder for other machines"
+ELSEWHERE = """\
+There, with the same versions of fastattn, Numba, llvmlite and Python, set FASTATTN_CACHE to the
+folder{target}.
+It must belong to the user who runs fastattn, and others must not be able to write to it."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(compile.TARGETS)
+    parser.add_argument(
+        "--target",
+        choices=list(compile.TARGETS),
+        metavar="NAME",
+        help=f"machines to compile for: {names} (default: this processor)",
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="DIR", help="folder to fill (default: the cache of this user)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compile what the folder does not have yet, and say what it has.
+
+    Raises
+    ------
+    ImportError  Numba is not installed
+    ValueError   there is no cache folder, or the one given is not private
+    OSError      the folder cannot be written
+    """
+    folder = folder_for(options.into)
+    named = compile.named_target(options.target) if options.target else None
+    target = named or compile.host_target()
+    before, start = len(list(folder.glob("*.obj"))), time.perf_counter()
+    kernels = built_in_kernels()
+    for key in terminal.each(kernels, lambda key: f"{key[0]} {key[1].storage}"):
+        compile.store(key, builder(*key), target, folder)
+    new = len(list(folder.glob("*.obj"))) - before
+    seconds = time.perf_counter() - start
+    print(f"{len(kernels)} kernels for {target.cpu} in {folder}, {new} compiled in {seconds:.1f} s")
+    if options.into or named:
+        also = f" and FASTATTN_TARGET to {options.target}" if named else ""
+        print(ELSEWHERE.format(target=also))
+
+
+def folder_for(wanted: Path | None) -> Path:
+    """The folder to fill: the one asked for, made if need be, or the user's cache."""
+    if wanted is None:
+        folder, reason = cache.folder_or_reason()
+        if folder is None:
+            raise ValueError(f"there is no cache folder: {reason}. --into names another one.")
+        return folder
+    wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if reason := cache.not_private(wanted):
+        raise ValueError(f"--into must be a folder that is yours alone: {reason}")
+    return wanted

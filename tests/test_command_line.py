@@ -1,0 +1,280 @@
+"""python -m fastattn: what it prints, what it keeps, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from processes import PACKAGE, fresh
+
+from fastattn import commands, plan
+from fastattn.benchmark import cases, peers, verify
+from fastattn.commands import info, warmup
+from fastattn.cpu import compile, threads
+from fastattn.cpu.run import built_in_kernels
+from fastattn.problem import Variant
+
+FLOAT32 = Variant("float32", "float32")
+# A name of compile.TARGETS that machines of this kind can run.
+TARGET = "aarch64" if platform.machine() in ("aarch64", "arm64") else "x86-64-v3"
+
+
+@pytest.fixture(autouse=True)
+def threads_stay(monkeypatch):
+    """`bench` sets the number of threads of its process."""
+    monkeypatch.setattr(threads, "_limit", threads._limit)
+
+
+def run(*arguments):
+    return commands.main([str(argument) for argument in arguments])
+
+
+def refused(capsys, *arguments):
+    """What the parser says of a wrong argument."""
+    with pytest.raises(SystemExit) as stopped:
+        run(*arguments)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_module_runs():
+    command = [sys.executable, "-W", "error", "-m", "fastattn", "--help"]
+    done = subprocess.run(
+        command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert all(f"\n    {name} " in done.stdout for name in ("info", "bench", "warmup"))
+    assert done.stderr == ""
+
+
+def test_a_command_is_needed(capsys):
+    assert "COMMAND" in refused(capsys)
+
+
+@pytest.mark.parametrize("command", commands.COMMANDS)
+def test_every_option_has_a_help_text(command):
+    parser = argparse.ArgumentParser()
+    commands.COMMANDS[command].add_options(parser)
+    assert [action.dest for action in parser._actions if not action.help] == []
+
+
+def facts(capsys):
+    """{name: text} of what `info` prints."""
+    assert run("info") == 0
+    return dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+
+
+def test_info(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("numba")
+    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path / "kernels"))
+    found = facts(capsys)
+    assert f"numpy {np.__version__}" in found["versions"]
+    assert found["cpu"].startswith("available: kernels compiled for")
+    assert found["registers"].split(":")[0] in info.UNIT_NAMES.values()
+    assert found["kernels"].startswith(f"kept in {tmp_path / 'kernels'}: 0 ")
+
+
+def test_info_says_why_kernels_are_not_kept(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTATTN_CACHE", "0")
+    assert facts(capsys)["kernels"].endswith(": turned off by FASTATTN_CACHE=0")
+    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
+    tmp_path.chmod(0o770)
+    assert facts(capsys)["kernels"].endswith(f": others can write {tmp_path}: chmod go-w")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path / "file"))
+    assert "File exists" in facts(capsys)["kernels"]
+
+
+def test_info_without_a_compiler(capsys, monkeypatch):
+    monkeypatch.setattr(info, "unavailable", lambda variant: "numba is not installed")
+    found = facts(capsys)
+    assert found["cpu"] == "not available: numba is not installed"
+    assert found["numpy"] == "available: what backend='auto' uses here"
+
+
+def test_info_measures(capsys, monkeypatch):
+    monkeypatch.setattr(info.limits, "multiply_add_peak", lambda dtype, number: 100.0 * number)
+    monkeypatch.setattr(info.limits, "read_bandwidth", lambda number: 10.0 * number)
+    monkeypatch.setattr(info, "get_num_threads", lambda: 2)
+    assert run("info", "--measure") == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "peak        100.0 GFLOP/s float32, 100.0 float64 on 1 thread",
+        "memory      10.0 GB/s read by 1 thread",
+        "peak        200.0 GFLOP/s float32, 200.0 float64 on 2 threads",
+        "memory      20.0 GB/s read by 2 threads",
+    ]
+
+
+@pytest.fixture
+def one_kernel(monkeypatch):
+    """`warmup` knows the smallest kernel only."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(warmup, "built_in_kernels", lambda: [("combine", FLOAT32)])
+
+
+LOAD = """
+import json, sys
+from fastattn.cpu.run import kernel
+from fastattn.problem import Variant
+kernel("combine", Variant("float32", "float32"))
+print(json.dumps("numba" in sys.modules))
+"""
+
+
+def test_warmup_for_another_machine(one_kernel, capsys, tmp_path):
+    folder = tmp_path / "kernels"
+    assert run("warmup", "--target", TARGET, "--into", folder) == 0
+    (entry,) = folder.iterdir()
+    out = capsys.readouterr().out
+    assert f" in {folder}, 1 compiled in " in out
+    assert f"folder and FASTATTN_TARGET to {TARGET}." in out
+    before = entry.stat().st_mtime_ns
+    # There, nothing is compiled and Numba not imported; without the target it is another kernel.
+    assert fresh(LOAD, folder, FASTATTN_TARGET=TARGET) is False
+    assert list(folder.iterdir()) == [entry]
+    assert run("warmup", "--target", TARGET, "--into", folder) == 0
+    assert f" in {folder}, 0 compiled in " in capsys.readouterr().out
+    assert entry.stat().st_mtime_ns == before
+    assert fresh(LOAD, folder) is True
+
+
+def test_warmup_fills_the_cache(one_kernel, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path / "kernels"))
+    assert run("warmup") == 0
+    out = capsys.readouterr().out
+    assert f" in {tmp_path / 'kernels'}, 1 compiled in " in out
+    assert "FASTATTN_CACHE" not in out
+    assert fresh(LOAD, tmp_path / "kernels") is False
+
+
+@pytest.mark.slow
+def test_warmup_compiles_all_there_is(capsys, tmp_path):
+    pytest.importorskip("numba")
+    code = """
+import json, sys
+import numpy as np, fastattn
+ml_dtypes = __import__("ml_dtypes")
+for dtype in ("float16", ml_dtypes.bfloat16, "float32", "float64"):
+    q = np.ones((2, 300, 16), dtype)
+    fastattn.attention(q, q, q, backend="cpu")
+    k = np.ones((2, 3000, 16), dtype)
+    with fastattn.num_threads(2):
+        fastattn.attention(q[:, :20], k, k, backend="cpu")
+print(json.dumps("numba" in sys.modules))
+"""
+    pytest.importorskip("ml_dtypes")
+    folder = tmp_path / "kernels"
+    assert run("warmup", "--into", folder) == 0
+    before = sorted(folder.iterdir())
+    assert len(before) == len(built_in_kernels())
+    assert fresh(code, folder) is False
+    assert sorted(folder.iterdir()) == before
+
+
+def test_warmup_says_why_not(one_kernel, capsys, monkeypatch, tmp_path):
+    tmp_path.chmod(0o770)
+    assert run("warmup", "--into", tmp_path) == 1
+    assert "--into must be a folder that is yours alone: others can" in capsys.readouterr().err
+    monkeypatch.setenv("FASTATTN_CACHE", "0")
+    assert run("warmup") == 1
+    assert "there is no cache folder: turned off by" in capsys.readouterr().err
+    assert "invalid choice: 'z80'" in refused(capsys, "warmup", "--target", "z80")
+    (tmp_path / "file").touch()
+    assert run("warmup", "--into", tmp_path / "file") == 1
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_warmup_without_rich(one_kernel, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert run("warmup", "--target", TARGET, "--into", tmp_path / "kernels") == 0
+    assert capsys.readouterr().err == "1/1 combine float32\n"
+
+
+def test_bench(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("threadpoolctl")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("fastattn.benchmark.contest.SETTLE_SECONDS", 0.0)
+    kept, picture = tmp_path / "a" / "samples.json", tmp_path / "picture.png"
+    options = ("--rounds", 2, "--threads", 1, "--peers", "numpy,jax,ort gqa")
+    assert run("bench", "--cases", "tiny", *options, "--json", kept, "--plot", picture) == 0
+    out = capsys.readouterr().out
+    # On one thread JAX takes no part, nor does GroupQueryAttention in what is not causal.
+    for word in ("tiny", "fastattn numpy", "numpy formula", "takes every core", "always causal"):
+        assert word in out
+    content = json.loads(kept.read_text())["forward"]["tiny"]
+    assert set(content["contenders"]) == {"fastattn numpy", "numpy formula"}
+    assert [len(found["seconds"]) for found in content["contenders"].values()] == [2, 2]
+    assert content["setting"]["num_threads"] == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_says_what_it_does_not_know(capsys):
+    message = refused(capsys, "bench", "--cases", "nope")
+    assert "argument --cases: cases must be groups ('suite', 'sweep', 'quick') or names" in message
+    assert message.endswith("got 'nope'")
+    message = refused(capsys, "bench", "--peers", "fastattn,nope")
+    assert "argument --peers: contenders must be among ('fastattn cpu', " in message
+    assert message.endswith("got 'nope'")
+    message = refused(capsys, "bench", "--threads", 0)
+    assert message.endswith("argument --threads: must be an int of at least 1, got '0'")
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [("rich.console", ()), ("matplotlib.figure", ("--plot",)), ("threadpoolctl", ())],
+)
+def test_bench_says_what_to_install(module, options, capsys, monkeypatch):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(sys.modules, module, None)
+    assert run("bench", "--cases", "tiny", *options) == 1
+    error = capsys.readouterr().err
+    assert f"need {module.split('.')[0]}" in error or f"by {module}" in error
+    assert error.endswith("which is not installed: pip install 'fastattn[bench]'\n")
+
+
+def test_a_peer_that_is_not_installed_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    case = cases.CASES["tiny"]
+    assert peers.entry("torch sdpa", case, case.inputs(), 1) == "torch is not installed"
+
+
+def test_without_a_compiler_only_numpy_takes_part(monkeypatch):
+    monkeypatch.setattr("fastattn.cpu.run.unavailable", lambda variant: "numba is not installed")
+    plan._plan.cache_clear()
+    case = cases.CASES["tiny"]
+    why = "backend='cpu' cannot run here: numba is not installed"
+    assert str(peers.entry("fastattn cpu", case, case.inputs(), 1)).startswith(why)
+    assert isinstance(peers.entry("fastattn numpy", case, case.inputs(), 1), peers.Entry)
+    plan._plan.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["bert-128", "gpt2-1k-causal", "padding-384", "bias-512", "tiny"])
+def test_contenders_are_checked(name):
+    case = cases.CASES[name]
+    x = case.inputs()
+    exact = verify.exact_rows(case, x)
+    entry = peers.entry("fastattn numpy", case, x, 1)
+    out = entry.unpack(entry.run())
+    assert verify.error(name, case, out, exact) < 1e-5
+    wrong = out.copy()
+    wrong[-1, -1, -1, -1] += 0.01 * np.abs(out).max()
+    with pytest.raises(verify.WrongAnswer, match="error must be at most"):
+        verify.error(name, case, wrong, exact)
+    with pytest.raises(verify.WrongAnswer, match="shape must be"):
+        verify.error(name, case, out[..., :-1], exact)
+
+
+def test_targets_of_warmup_are_those_of_the_compiler(capsys):
+    assert ", ".join(compile.TARGETS) in warmup_help(capsys)
+
+
+def warmup_help(capsys):
+    with pytest.raises(SystemExit):
+        run("warmup", "--help")
+    return " ".join(capsys.readouterr().out.split())
