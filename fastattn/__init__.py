@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .api import attention, attention_varlen, dropout_mask, explain, merge
+from .backward import attention_backward, attention_varlen_backward
 from .cpu.threads import get_num_threads, num_threads, set_num_threads
 from .sdpa import scaled_dot_product_attention
 from .weights import attention_key_sums, attention_weights
@@ -18,8 +19,10 @@ __all__ = [
     "BlockMask",
     "__version__",
     "attention",
+    "attention_backward",
     "attention_key_sums",
     "attention_varlen",
+    "attention_varlen_backward",
     "attention_weights",
     "create_block_mask",
     "dropout_mask",

@@ -51,7 +51,7 @@ def _operand(name: str, a: Any) -> np.ndarray:
         raise TypeError(f"{name} must be {FLOAT_RULE}, got {a.dtype}")
     if a.ndim < 2:
         raise ValueError(f"{name} must have rank 2 or more, got shape {a.shape}")
-    return _canonical(a)
+    return canonical(a)
 
 
 def plain(name: str, a: Any) -> np.ndarray:
@@ -80,7 +80,7 @@ def same_arrays(names: tuple[str, ...], values: tuple[Any, ...]) -> list[np.ndar
     return arrays
 
 
-def _canonical(a: np.ndarray) -> np.ndarray:
+def canonical(a: np.ndarray) -> np.ndarray:
     """Return `a`, or a copy if it is not native, aligned and in strides of whole elements."""
     flags = a.flags
     if a.dtype.isnative and flags.aligned and (flags.c_contiguous or _strides_are_whole(a)):
@@ -144,7 +144,7 @@ def bias_of(names: Names, bias: Any) -> np.ndarray:
         rule = f"{names.bias} must be {FLOAT_RULE}, got {bias.dtype}"
         hint = f". Pass a bool array as {names.mask}." if bias.dtype.char == "?" else ""
         raise TypeError(rule + hint)
-    return _canonical(bias)
+    return canonical(bias)
 
 
 def broadcast(name: str, a: np.ndarray, scores: tuple[int, ...], has_heads: bool) -> np.ndarray:
@@ -203,7 +203,7 @@ def result_of(out: Any, shape: tuple[int, ...], dtype: np.dtype, has_heads: bool
         raise ValueError(f"out must have shape {given}, got {out.shape}")
     if not out.flags.writeable:
         raise ValueError("out must be writeable, got a read-only array")
-    if _canonical(out) is not out:
+    if canonical(out) is not out:
         rule = "out must be aligned and have strides of whole elements"
         raise ValueError(f"{rule}, got strides {out.strides}")
     return out if has_heads else out[None]

@@ -52,6 +52,23 @@ def modified_scores(
     return s == -np.inf
 
 
+def score_slopes(
+    problem: Problem, at: Places | None, s: np.ndarray, i: np.ndarray, j: np.ndarray
+) -> np.ndarray | None:
+    """Return the derivative of softcap and score_mod, where `s` is what score_mod gets; None for 1.
+
+    (*slots, rows, keys), an array of its own.
+    """
+    slopes = None
+    if problem.softcap:
+        slopes = 1 - (s / problem.softcap) ** 2
+    modifier = problem.variant.score_mod_grad
+    if modifier is not None and at is not None:
+        own = _run(problem, modifier, at, at.score_aux, i, j, s)
+        slopes = np.broadcast_to(own, s.shape).copy() if slopes is None else slopes * own
+    return slopes
+
+
 def hidden_keys(problem: Problem, at: Places, i: np.ndarray, j: np.ndarray) -> np.ndarray | None:
     """Return where mask_mod hides keys j, consecutive, from rows i; None if nowhere.
 

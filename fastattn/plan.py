@@ -53,6 +53,22 @@ def _plan(problem: Problem, backend: str, num_threads: int) -> Plan:
     return _numpy_plan(problem, "the fallback that always answers", why_not, num_threads)
 
 
+def plan_backward(problem: Problem, backend: str = "auto") -> Plan:
+    """Return how the gradients of `problem` will be computed. Only "auto" falls back.
+
+    Raises
+    ------
+    NotImplementedError  backend="cpu"
+    """
+    if backend == "cpu":
+        raise NotImplementedError(
+            "backend='cpu' has no gradients yet. backend='auto' falls back to NumPy."
+        )
+    why_not = "it has no gradients yet"
+    reason = "asked for by name" if backend == "numpy" else "the only one with gradients"
+    return _numpy_plan(problem, reason, why_not, get_num_threads())
+
+
 def _numpy_plan(problem: Problem, reason: str, why_not_cpu: str, num_threads: int) -> Plan:
     return Plan(
         backend="numpy",

@@ -26,6 +26,7 @@ class Variant:
     storage: str  # of q, k, v and out in memory: dtype, or "float16", "bfloat16" for float32
     score_mod: Modifier | None = None  # applied to scores after softcap, before bias and ALiBi
     mask_mod: Modifier | None = None  # hides keys
+    score_mod_grad: Modifier | None = None  # d score_mod / d score; None where it is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,23 @@ class Operands(NamedTuple):
     # (batch, heads_q, query blocks, key blocks) uint8, stride 0 where broadcast: BlockMask.kinds.
     # Variant.mask_mod needs to be run in partial blocks only.
     block_mask: np.ndarray | None = None
+
+
+class Gradients(NamedTuple):
+    """The arrays of attention_backward() beside Operands, of which it reads out and lse.
+
+    Those with two and more axes share the leading dimensions of Operands: also (1,) where packed.
+    What is written is 0 before, writeable, and of Variant.dtype; stride 0 means a sum.
+    """
+
+    dout: np.ndarray  # (*lead, heads_q, seqlen_q, head_dim_v), dtype of q
+    dlse: np.ndarray | None  # (*lead, heads_q, seqlen_q) Variant.dtype
+    dq: np.ndarray  # written, as all that follow: (*lead, heads_q, seqlen_q, head_dim)
+    dk: np.ndarray  # (*lead, heads_kv, seqlen_k, head_dim)
+    dv: np.ndarray  # (*lead, heads_kv, seqlen_k, head_dim_v)
+    dbias: np.ndarray | None  # (*lead, heads_q, seqlen_q, seqlen_k), with the strides of one bias
+    dalibi: np.ndarray | None  # (batch, heads_q)
+    dsinks: np.ndarray | None  # (heads_q,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     with np.errstate(all="ignore"):
         for one, slots in members(problem, operands):
             block_n = max(1, min(plan.block_n, one.seqlen_k))
-            for part in parts(slots, _max_slots(plan, one)):
+            for part in parts(slots, max_slots(plan, one)):
                 for m_start in range(0, one.seqlen_q, plan.block_m):
                     m_stop = min(m_start + plan.block_m, one.seqlen_q)
                     _attend_rows(one, part, slice(m_start, m_stop), block_n)
@@ -67,15 +67,40 @@ class Slots(NamedTuple):
     dropout_keys: np.ndarray | None  # (*slots) uint64
     places: Places | None  # where modifiers are run
 
+    def cut(self, at: tuple[Any, ...]) -> Slots:
+        """Return those of the slots `at`."""
+        arrays: list[Any] = [None if a is None else a[at] for a in self[:-1]]
+        arrays.append(None if self.places is None else self.places.cut(at))
+        return Slots(*arrays)
+
+
+class Member(NamedTuple):
+    """Where one batch entry lies among slots of the whole batch."""
+
+    place: tuple[Any, ...]  # its index in q, k, v, mask, bias, out and lse
+    at: tuple[Any, ...]  # and in what is one number a head
+    rows: slice
+    keys: slice
+
 
 def members(problem: Problem, operands: Operands) -> Iterator[tuple[Problem, Slots]]:
     """Yield problems without ranges, and their slots: the whole batch, or one of it at a time."""
-    packed = operands.starts is not None
-    lead = (problem.batch,) if packed else operands.q.shape[:-3]
-    slots = _grouped(problem, operands, lead)
+    slots = _grouped(problem, operands, leading(problem, operands))
+    for one, member in spans(problem, operands):
+        yield one, slots if member is None else _member(slots, member)
+
+
+def leading(problem: Problem, operands: Operands) -> tuple[int, ...]:
+    """Return the shape of the batch."""
+    return (problem.batch,) if operands.starts is not None else operands.q.shape[:-3]
+
+
+def spans(problem: Problem, operands: Operands) -> Iterator[tuple[Problem, Member | None]]:
+    """Yield problems without ranges, and where their slots lie; None for the whole batch."""
     if operands.ranges is None:
-        yield problem, slots
+        yield problem, None
         return
+    lead = leading(problem, operands)
     for b, (q_len, kv_start, kv_stop, offset) in enumerate(operands.ranges.tolist()):
         first_q, first_k = (0, 0) if operands.starts is None else operands.starts[b].tolist()
         rows = slice(first_q, first_q + q_len)
@@ -88,7 +113,7 @@ def members(problem: Problem, operands: Operands) -> Iterator[tuple[Problem, Slo
             offset=offset,
             first_key=kv_start,
         )
-        yield one, _member(slots, (0,) if packed else at, at, rows, keys)
+        yield one, Member(at if operands.starts is None else (0,), at, rows, keys)
 
 
 def _grouped(problem: Problem, operands: Operands, lead: tuple[int, ...]) -> Slots:
@@ -96,10 +121,7 @@ def _grouped(problem: Problem, operands: Operands, lead: tuple[int, ...]) -> Slo
     heads = problem.heads_kv, problem.group
 
     def split(a: np.ndarray | None, axis: int) -> np.ndarray | None:
-        if a is None:
-            return None
-        axis += a.ndim
-        return a.reshape(a.shape[:axis] + heads + a.shape[axis + 1 :])
+        return None if a is None else split_heads(a, axis, heads)
 
     def repeat(a: np.ndarray) -> np.ndarray:
         return np.broadcast_to(a[..., None, :, :], a.shape[:-3] + heads + a.shape[-2:])
@@ -116,10 +138,15 @@ def _grouped(problem: Problem, operands: Operands, lead: tuple[int, ...]) -> Slo
     return Slots(*arrays)
 
 
-def _member(
-    slots: Slots, place: tuple[Any, ...], at: tuple[Any, ...], rows: slice, keys: slice
-) -> Slots:
-    """Return the slots of one batch entry: of q to lse at `place`, of the rest at `at`."""
+def split_heads(a: np.ndarray, axis: int, heads: tuple[int, int]) -> np.ndarray:
+    """Return a view in which `axis` (negative) is two: heads_kv and group."""
+    axis += a.ndim
+    return a.reshape(a.shape[:axis] + heads + a.shape[axis + 1 :])
+
+
+def _member(slots: Slots, member: Member) -> Slots:
+    """Return the slots of one batch entry."""
+    place, at, rows, keys = member
     q, k, v, mask, bias, out, lse, *rest, modified = slots
     arrays: list[Any] = [q[place][..., rows, :], k[place][..., keys, :], v[place][..., keys, :]]
     arrays += [None if a is None else a[place][..., rows, keys] for a in (mask, bias)]
@@ -129,7 +156,7 @@ def _member(
     return Slots(*arrays)
 
 
-def _max_slots(plan: Plan, problem: Problem) -> int:
+def max_slots(plan: Plan, problem: Problem) -> int:
     """Return how many slots share a product: scores and blocks of q, k, v, out in BLOCK_BYTES."""
     m = min(plan.block_m, problem.seqlen_q)
     n = min(plan.block_n, problem.seqlen_k)
@@ -137,20 +164,21 @@ def _max_slots(plan: Plan, problem: Problem) -> int:
     return max(1, BLOCK_BYTES // (max(1, elements) * np.dtype(problem.variant.dtype).itemsize))
 
 
-def parts(slots: Slots, max_slots: int, axis: int = 0) -> Iterator[Slots]:
+def parts(slots: Slots, max_slots: int) -> Iterator[Slots]:
     """Cut the slot axes from the left until at most `max_slots` are in each part."""
-    shape = slots.q.shape[axis:-2]
+    return (slots.cut(at) for at in cuts(slots.q.shape[:-2], max_slots))
+
+
+def cuts(shape: tuple[int, ...], max_slots: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the indices of such parts."""
     inner = prod(shape[1:])
     step = max(1, max_slots // inner)
     for start in range(0, shape[0], step):
-        cut = (slice(None),) * axis + (slice(start, start + step),)
-        arrays: list[Any] = [None if a is None else a[cut] for a in slots[:-1]]
-        arrays.append(None if slots.places is None else slots.places.cut(cut))
-        part = Slots(*arrays)
+        at = slice(start, start + step)
         if inner <= max_slots:
-            yield part
+            yield (at,)
         else:
-            yield from parts(part, max_slots, axis + 1)
+            yield from ((at, *rest) for rest in cuts(shape[1:], max_slots))
 
 
 # --- scores -------------------------------------------------------------------------------------
@@ -164,11 +192,12 @@ def scores(
     And bool that broadcasts to them, True where it is; None if every row sees every key. `q` is
     block() of the rows; `rows` are a slice with both ends, or indices.
     """
-    i = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-    j = np.arange(keys.start, keys.stop)
-    bias = None if part.bias is None else part.bias[..., rows, keys]
-    mask = None if part.mask is None else part.mask[..., rows, keys]
-    hidden = _either(_outside(problem, i, j), _unseen(mask, bias))
+    s = products(problem, part, q, keys)
+    return s, complete(problem, part, s, rows, keys)
+
+
+def products(problem: Problem, part: Slots, q: np.ndarray, keys: slice) -> np.ndarray:
+    """Return q @ k.T, scaled and capped: (*slots, rows, keys), as score_mod gets it."""
     # All of a group read the same keys.
     k = block(part.k[..., :1, keys, :], q.dtype)
     s = q @ k.swapaxes(-1, -2)
@@ -177,6 +206,18 @@ def scores(
         s /= problem.softcap
         np.tanh(s, out=s)
         s *= problem.softcap
+    return s
+
+
+def complete(
+    problem: Problem, part: Slots, s: np.ndarray, rows: slice | np.ndarray, keys: slice
+) -> np.ndarray | None:
+    """Turn products() into scores, in place; return where a key is hidden, as scores() does."""
+    i = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    j = np.arange(keys.start, keys.stop)
+    bias = None if part.bias is None else part.bias[..., rows, keys]
+    mask = None if part.mask is None else part.mask[..., rows, keys]
+    hidden = _either(_outside(problem, i, j), _unseen(mask, bias))
     if part.places is not None:
         hidden = _either(hidden, hidden_keys(problem, part.places, i, j))
         hidden = _either(hidden, modified_scores(problem, part.places, s, i, j))
@@ -184,12 +225,16 @@ def scores(
     if bias is not None:
         s += _converted(bias, s.dtype)
     if part.alibi is not None:
-        distance = np.abs(i[:, None] + problem.offset - j).astype(s.dtype)
-        s -= part.alibi[..., None, None] * distance
+        s -= part.alibi[..., None, None] * distances(problem, i, j, s.dtype)
     if hidden is not None:
         # Assigned, not added: NaN + -inf is NaN, and a hidden key may hold NaN.
         np.copyto(s, -np.inf, where=hidden)
-    return s, hidden
+    return hidden
+
+
+def distances(problem: Problem, i: np.ndarray, j: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return |i + offset - j|, (rows, keys)."""
+    return np.abs(i[:, None] + problem.offset - j).astype(dtype)
 
 
 def _outside(problem: Problem, i: np.ndarray, j: np.ndarray) -> np.ndarray | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from .modifier import NUMPY, AuxTypes, Modifier
 
 PARAMETERS = {
     "score_mod": ("score", "b", "h", "i", "j", "aux"),
+    "score_mod_grad": ("score", "b", "h", "i", "j", "aux"),
     "mask_mod": ("b", "h", "i", "j", "aux"),
 }
 INPUT_KINDS = {"score": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
@@ -77,7 +78,7 @@ def trace(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
     kind = recorder.kind(number)
     if argument == "mask_mod" and kind != "bool":
         raise TypeError(f"mask_mod must return bool, True where a row may attend, got {kind}")
-    if argument == "score_mod":
+    if argument != "mask_mod":
         number = recorder.convert(number, "float")
     return Modifier(argument, _needed(recorder.steps, number), aux)
 
@@ -96,6 +97,13 @@ def traced(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
     if key not in known:
         known[key] = trace(function, argument, aux)
     return known[key]
+
+
+def recorded(argument: str, aux: AuxTypes, build: Callable[[_Recorder], Any]) -> Modifier:
+    """Return what build(recorder) makes, a float, of stand-ins of that recorder."""
+    recorder = _Recorder(aux)
+    number = recorder.convert(recorder.operand(build(recorder)), "float")
+    return Modifier(argument, _needed(recorder.steps, number), aux)
 
 
 def apply(operation: str, *operands: Any) -> Any:
@@ -188,6 +196,12 @@ class _Recorder:
             self._known[step] = len(self.steps)
             self.steps.append(step)
         return self._known[step]
+
+    def replay(self, step: tuple, values: Sequence[Traced]) -> Traced:
+        """Record a step of another Modifier; `values` are its earlier ones, here."""
+        used = _operands(step)
+        head = step[: len(step) - len(used)]
+        return Traced(self, self.step(*head, *(values[n]._number for n in used)))
 
     def kind(self, number: int) -> str:
         return self.steps[number][1]

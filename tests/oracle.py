@@ -74,7 +74,7 @@ def attention(
         visible = np.broadcast_to(visible, s.shape)
         s = np.where(visible, s, -np.inf).astype(dtype)
         sinks = np.full(q.shape[-3], -np.inf) if sinks is None else np.asarray(sinks)
-        p, lse = _softmax(s, sinks.astype(dtype)[:, None, None])
+        p, lse = softmax(s, sinks.astype(dtype)[:, None, None])
         if keep is not None:
             # `keep` counts keys as j does, from kv_start.
             keep = np.take_along_axis(*np.broadcast_arrays(keep, np.maximum(j, 0)), axis=-1)
@@ -96,12 +96,12 @@ def judge(q, k, v, **flags):
     orders = [np.arange(q.shape[-1])] + [rng.permutation(q.shape[-1]) for _ in range(3)]
     formulas = [attention(q[..., o], k[..., o], v, **flags, dtype=dtype) for o in orders]
     return exact, tuple(
-        max((f[n] for f in formulas), key=lambda result, n=n: _error(result, exact[n]))
+        max((f[n] for f in formulas), key=lambda result, n=n: error_of(result, exact[n]))
         for n in range(2)
     )
 
 
-def _error(result, exact):
+def error_of(result, exact):
     finite = np.isfinite(exact) & np.isfinite(result)
     return np.abs(result[finite] - exact[finite]).max(initial=0.0)
 
@@ -141,7 +141,7 @@ def positions(
     return p, j, visible
 
 
-def _softmax(s, sinks):
+def softmax(s, sinks):
     """Return (p, lse) of masked scores; rows without a key are 0 and -inf, or the sink."""
     row_max = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sinks)
     safe_max = np.where(row_max == -np.inf, 0, row_max).astype(s.dtype)

@@ -1,0 +1,207 @@
+"""Gradients of attention(): check the arguments, plan, run the plan, as there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .api import KEYWORDS
+from .arguments import flag
+from .check import check_backend
+from .check_backward import (
+    bias_gradient,
+    check_backward,
+    check_packed_backward,
+    sum_to,
+)
+from .plan import plan_backward
+from .problem import Gradients, Operands, Problem
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+# Keywords of attention() that make no sense here.
+FOREIGN = ("return_lse", "out", "backend")
+
+
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    dlse: ArrayLike | None = None,
+    score_mod_grad: Callable[..., Any] | None = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    return_dalibi: bool = False,
+    backend: str = "auto",
+    **arguments: Any,
+) -> tuple[np.ndarray, ...]:
+    """Return the gradients of a loss by q, k and v, from that by the result of attention().
+
+    Parameters
+    ----------
+    dout : shape and dtype of out
+        The gradient of the loss by out.
+    q, k, v : as in attention()
+    out, lse : what attention(..., return_lse=True) returned for these arguments
+    dlse : shape and dtype of lse
+        The gradient by lse, for a loss that depends on it, as after merge(). None for 0.
+    score_mod_grad : function (score, b, h, i, j, aux) -> derivative of score_mod by the score
+        Default: found from what score_mod does. A kink's slope is one of its two sides', or 0.
+    return_dbias, return_dsinks, return_dalibi : bool
+        Also return the gradient by bias, sinks or alibi, each in the caller's shape and dtype.
+    arguments : scale, causal, align, window, chunk, softcap, bias, mask, alibi, sinks, q_len,
+        kv_len, kv_start, score_mod, mask_mod, aux, block_mask, dropout_p and dropout_seed, as in
+        the call of attention() that gave out and lse
+    backend : "auto", "numpy" or "cpu". Only "auto" falls back.
+
+    Returns
+    -------
+    dq, dk, dv : shapes and dtype of q, k and v; summed over axes along which one was broadcast
+        A pair of a row and a key that it does not see adds nothing, whatever they hold: the
+        gradient is 0 for rows that see no key and for keys that no row sees. If a row of q or dout
+        holds NaN or infinity, so that there is no gradient, it is NaN for all that this row sees.
+    dbias, dsinks, dalibi : in this order, those that were asked for
+
+    Raises
+    ------
+    As attention(); ValueError if dropout_seed is not given with dropout_p.
+
+    Notes
+    -----
+    Probabilities are recomputed from lse, sums are in its dtype. Memory beyond the gradients is
+    O(block_m * block_n) per thread; gradients of half types and of broadcast arrays are summed in
+    full arrays first. Two calls give the same bits, whatever the number of threads; and so does
+    any place in the batch, but for the sums over a batch.
+
+    References
+    ----------
+    Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2.
+    """
+    check_backend(backend)
+    _refuse_unknown("attention_backward", arguments)
+    wanted = _wanted(return_dbias, return_dsinks, return_dalibi)
+    problem, operands, gradients = check_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dlse=dlse,
+        score_mod_grad=score_mod_grad,
+        wanted=wanted,
+        **arguments,
+    )
+    run(problem, operands, gradients, backend)
+    pairs = zip((gradients.dq, gradients.dk, gradients.dv), (q, k, v), strict=True)
+    main = (_finished(a, np.shape(of), operands.q.dtype) for a, of in pairs)
+    return *main, *_others(gradients, operands, wanted, arguments)
+
+
+def attention_varlen_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    dlse: ArrayLike | None = None,
+    score_mod_grad: Callable[..., Any] | None = None,
+    return_dsinks: bool = False,
+    return_dalibi: bool = False,
+    backend: str = "auto",
+    **arguments: Any,
+) -> tuple[np.ndarray, ...]:
+    """Return the gradients of a loss by q, k and v, from that by attention_varlen()'s result.
+
+    Parameters
+    ----------
+    dout, out : (tokens_q, heads_q, head_dim_v), dtype of q
+    lse, dlse : (heads_q, tokens_q), as attention_varlen() returns lse
+    q, k, v, cu_seqlens_q, cu_seqlens_k : as in attention_varlen()
+    others : as in attention_backward(), without bias and mask
+
+    Returns
+    -------
+    dq, dk, dv : shapes and dtype of q, k and v
+    dsinks, dalibi : in this order, those that were asked for
+
+    Raises
+    ------
+    As attention_backward().
+    """
+    check_backend(backend)
+    _refuse_unknown("attention_varlen_backward", arguments, ("bias", "mask", "q_len"))
+    wanted = _wanted(False, return_dsinks, return_dalibi)
+    problem, operands, gradients = check_packed_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        dlse=dlse,
+        score_mod_grad=score_mod_grad,
+        wanted=wanted,
+        **arguments,
+    )
+    run(problem, operands, gradients, backend)
+    main = (a[0].swapaxes(0, 1) for a in (gradients.dq, gradients.dk, gradients.dv))
+    finished = (np.ascontiguousarray(a, operands.q.dtype) for a in main)
+    return *finished, *_others(gradients, operands, wanted, arguments)
+
+
+def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str) -> None:
+    """Plan and run. Where there are no scores, the zeros stay."""
+    chosen = plan_backward(problem, backend)
+    # Here, and not at the top: importing fastattn loads no backend.
+    from . import gradients as reference
+
+    if problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k:
+        reference.run(chosen, problem, operands, gradients)
+    if gradients.dsinks is not None:
+        reference.add_sinks(operands, gradients)
+
+
+def _refuse_unknown(function: str, arguments: dict[str, Any], others: tuple[str, ...] = ()) -> None:
+    for name in arguments:
+        if name not in KEYWORDS or name in FOREIGN + others:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def _wanted(dbias: bool, dsinks: bool, dalibi: bool) -> tuple[str, ...]:
+    pairs = ("dbias", dbias), ("dsinks", dsinks), ("dalibi", dalibi)
+    return tuple(name for name, asked in pairs if flag(f"return_{name}", asked))
+
+
+def _finished(a: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return sum_to(a, shape).astype(dtype, copy=False)
+
+
+def _others(
+    gradients: Gradients, operands: Operands, wanted: tuple[str, ...], arguments: dict[str, Any]
+) -> list[np.ndarray]:
+    """Return the gradients on demand in the shapes and dtypes of the caller's arrays."""
+    found = []
+    for name in wanted:
+        given = np.asarray(arguments[name[1:]])
+        a = getattr(gradients, name)
+        if name == "dbias":
+            a = bias_gradient(a, given.shape)
+        elif name == "dalibi":
+            lead = operands.alibi.shape[:-1]  # type: ignore[union-attr]
+            a = sum_to(a.reshape(*lead, -1), given.shape)
+        found.append(a.astype(given.dtype, copy=False))
+    return found

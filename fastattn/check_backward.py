@@ -1,0 +1,167 @@
+"""The rules of attention_backward()'s own arguments, and the arrays that take the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from .arrays import canonical, plain
+from .check import check, check_packed
+from .problem import Gradients, Operands, Problem
+
+RETURNS = ("dbias", "dsinks", "dalibi")  # on demand, in this order
+
+
+def check_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    score_mod_grad: Any = None,
+    wanted: tuple[str, ...] = (),
+    **arguments: Any,
+) -> tuple[Problem, Operands, Gradients]:
+    """Return what check() does, with the caller's out and lse, and zeros that take the gradients.
+
+    `wanted` are those of RETURNS. Raises as check() does.
+    """
+    _check_wanted(wanted, arguments)
+    # Lengths are never folded into views: then all arrays that take gradients have the sizes of k.
+    problem, operands = check(q, k, v, **arguments, fold=False)
+    rank_2 = operands.q.ndim == 3 and np.ndim(q) == np.ndim(k) == np.ndim(v) == 2
+    given = operands.out.shape[1:] if rank_2 else operands.out.shape
+    dout, out, lse, dlse = _results((dout, out, lse, dlse), given, given[:-1], problem)
+    if rank_2:
+        dout, out, lse = dout[None], out[None], lse[None]
+        dlse = None if dlse is None else dlse[None]
+    operands = operands._replace(out=out, lse=lse)
+    problem = _with_slopes(problem, operands, score_mod_grad)
+    return problem, operands, _gradients(problem, operands, dout, dlse, wanted, arguments)
+
+
+def check_packed_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    dlse: Any = None,
+    score_mod_grad: Any = None,
+    wanted: tuple[str, ...] = (),
+    **arguments: Any,
+) -> tuple[Problem, Operands, Gradients]:
+    """Return what check_packed() does, likewise, for attention_varlen_backward()."""
+    _check_wanted(wanted, arguments)
+    problem, operands = check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **arguments)
+    _, heads_q, tokens, head_dim_v = operands.out.shape
+    shapes = (tokens, heads_q, head_dim_v), (heads_q, tokens)
+    dout, out, lse, dlse = _results((dout, out, lse, dlse), *shapes, problem)
+    dout, out = (a.swapaxes(0, 1)[None] for a in (dout, out))
+    lse, dlse = lse[None], None if dlse is None else dlse[None]
+    operands = operands._replace(out=out, lse=lse)
+    problem = _with_slopes(problem, operands, score_mod_grad)
+    return problem, operands, _gradients(problem, operands, dout, dlse, wanted, arguments)
+
+
+def _check_wanted(wanted: tuple[str, ...], arguments: dict[str, Any]) -> None:
+    for name in wanted:
+        if arguments.get(name[1:]) is None:
+            raise ValueError(f"{name[1:]} must be given with return_{name}=True, got None")
+    if arguments.get("dropout_p") and arguments.get("dropout_seed") is None:
+        raise ValueError("dropout_seed must be the forward pass's with dropout_p > 0, got None")
+
+
+def _results(
+    arrays: tuple[Any, ...], shape: tuple[int, ...], rows: tuple[int, ...], problem: Problem
+) -> list[Any]:
+    """Return dout, out, lse and dlse as canonical arrays; the last may be None."""
+    storage, dtype = problem.variant.storage, problem.variant.dtype
+    whole, per_row = (shape, storage), (rows, dtype)
+    rules = ("dout", *whole), ("out", *whole), ("lse", *per_row), ("dlse", *per_row)
+    found: list[Any] = []
+    for value, (name, wanted, kind) in zip(arrays, rules, strict=True):
+        if value is None and name == "dlse":
+            found.append(None)
+            continue
+        a = plain(name, value)
+        if a.dtype.name != kind:
+            raise TypeError(f"{name} must be {kind}, got {a.dtype}")
+        if a.shape != wanted:
+            raise ValueError(f"{name} must have shape {wanted}, got {a.shape}")
+        found.append(canonical(a))
+    return found
+
+
+def _with_slopes(problem: Problem, operands: Operands, score_mod_grad: Any) -> Problem:
+    """Return the problem with the derivative of its score_mod, if that is not 1 everywhere."""
+    variant = problem.variant
+    if variant.score_mod is None:
+        if score_mod_grad is not None:
+            raise ValueError("score_mod must be given with score_mod_grad, got None")
+        return problem
+    # Here, and not at the top: only calls with modifiers should wait for tracing.
+    from .derivative import derivative, is_one
+    from .modifier import aux_types
+    from .trace import traced
+
+    if score_mod_grad is None:
+        slopes = derivative(variant.score_mod)
+    else:
+        slopes = traced(score_mod_grad, "score_mod_grad", aux_types(operands.score_aux))
+    if is_one(slopes):
+        return problem
+    return replace(problem, variant=replace(variant, score_mod_grad=slopes))
+
+
+def _gradients(
+    problem: Problem,
+    operands: Operands,
+    dout: np.ndarray,
+    dlse: np.ndarray | None,
+    wanted: tuple[str, ...],
+    arguments: dict[str, Any],
+) -> Gradients:
+    """Return zeros for what is wanted, in the dtype that is computed in."""
+    dtype = problem.variant.dtype
+    dq, dk, dv = (np.zeros(a.shape, dtype) for a in operands[:3])
+    dbias = dalibi = dsinks = None
+    if "dbias" in wanted and operands.bias is not None:
+        own = np.zeros(np.shape(arguments["bias"]), dtype)
+        dbias = _in_steps_of(own, operands.bias)
+    if "dalibi" in wanted:
+        dalibi = np.zeros((problem.batch, problem.heads_q), dtype)
+    if "dsinks" in wanted:
+        dsinks = np.zeros(problem.heads_q, dtype)
+    return Gradients(dout, dlse, dq, dk, dv, dbias, dalibi, dsinks)
+
+
+def _in_steps_of(own: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Return a view of `own` in the shape of `scores`, which broadcasts an array of its shape."""
+    pairs = zip(own.strides, own.shape, strict=True)
+    strides = [0] * (scores.ndim - own.ndim) + [stride if size > 1 else 0 for stride, size in pairs]
+    return as_strided(own, scores.shape, strides)
+
+
+def sum_to(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return `a` summed over the axes along which an array of `shape` was broadcast to it."""
+    extra = a.ndim - len(shape)
+    axes = tuple(range(extra))
+    axes += tuple(extra + n for n, size in enumerate(shape) if size == 1 and a.shape[extra + n] > 1)
+    return (a.sum(axis=axes, keepdims=True) if axes else a).reshape(shape)
+
+
+def bias_gradient(dbias: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the array of `shape` behind Gradients.dbias."""
+    pairs = zip(dbias.strides, dbias.shape, strict=True)
+    return dbias[tuple(slice(1 if stride == 0 else size) for stride, size in pairs)].reshape(shape)

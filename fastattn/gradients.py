@@ -1,0 +1,255 @@
+"""The gradients in NumPy: the fallback, and the meaning of the words.
+
+With the scores s of reference.py, their derivative c with respect to scale * q @ k.T (that of
+softcap and score_mod), and what dropout makes of 1, D, for every row i
+
+    p[i, j] = exp(s[i, j] - lse[i]);  delta[i] = dout[i] · out[i] - dlse[i]
+    ds[i, j] = p[i, j] * (D[i, j] * dout[i] · v[j] - delta[i])
+    dv[j] = sum_i D[i, j] * p[i, j] * dout[i]
+    dq[i] = scale * sum_j ds[i, j] * c[i, j] * k[j]
+    dk[j] = scale * sum_i ds[i, j] * c[i, j] * q[i]
+
+and dbias = ds, dalibi = sum -ds * |position - j|, dsinks = sum_i -exp(sink - lse[i]) * delta[i].
+
+A key that is hidden from a row has ds = p = 0, whatever it holds. Nothing is stored of the forward
+pass but out and lse; blocks as there, so O(block_m * block_n) memory.
+
+Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from . import dropout
+from .modified import key_blocks, score_slopes
+from .problem import Gradients, Operands, Plan, Problem
+from .reference import (
+    Member,
+    Slots,
+    block,
+    complete,
+    cuts,
+    distances,
+    leading,
+    max_slots,
+    members,
+    products,
+    spans,
+    split_heads,
+)
+
+SINK_ROWS = 1024  # rows of each head that add_sinks() converts at a time
+
+
+def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) -> None:
+    """Add to all of gradients that is written but dsinks.
+
+    Raises nothing and gives no NumPy warning.
+    """
+    with np.errstate(all="ignore"):
+        for one, part, into in _parts(plan, problem, operands, gradients):
+            block_n = max(1, min(plan.block_n, one.seqlen_k))
+            for m_start in range(0, one.seqlen_q, plan.block_m):
+                m_stop = min(m_start + plan.block_m, one.seqlen_q)
+                _differentiate_rows(one, part, into, slice(m_start, m_stop), block_n)
+
+
+def add_sinks(operands: Operands, gradients: Gradients) -> None:
+    """Add to gradients.dsinks, for any backend: it takes no key, only what the rows came to."""
+    dtype = gradients.dsinks.dtype  # type: ignore[union-attr]
+    seqlen_q = operands.q.shape[-2]
+    with np.errstate(all="ignore"):
+        for at in np.ndindex(operands.q.shape[:-3]):
+            for start in range(0, seqlen_q, SINK_ROWS):
+                rows = slice(start, start + SINK_ROWS)
+                dout, out = (
+                    block(a[at][..., rows, :], dtype) for a in (gradients.dout, operands.out)
+                )
+                lse = operands.lse[at][..., rows]  # type: ignore[index]
+                delta = np.einsum("...d,...d->...", dout, out)
+                if gradients.dlse is not None:
+                    delta -= gradients.dlse[at][..., rows]
+                weights = np.exp(operands.sinks[:, None] - lse)  # type: ignore[index]
+                delta *= np.where(lse == -np.inf, 0, weights)
+                gradients.dsinks[...] -= delta.sum(axis=-1)  # type: ignore[index]
+
+
+# --- slots: see reference.Slots -------------------------------------------------------------------
+
+
+class _Slots(NamedTuple):
+    """Views with slot axes in front, for the slots of a reference.Slots; stride 0 is a sum."""
+
+    dout: np.ndarray  # (*slots, seqlen_q, head_dim_v)
+    dlse: np.ndarray | None  # (*slots, seqlen_q)
+    dq: np.ndarray  # (*slots, seqlen_q, head_dim)
+    dk: np.ndarray  # (*slots, seqlen_k, head_dim)
+    dv: np.ndarray  # (*slots, seqlen_k, head_dim_v)
+    dbias: np.ndarray | None  # (*slots, seqlen_q, seqlen_k)
+    dalibi: np.ndarray | None  # (*slots)
+
+    def cut(self, at: tuple[slice, ...]) -> _Slots:
+        """Return those of the slots `at`."""
+        return _Slots(*(a if a is None else a[at] for a in self))  # type: ignore[arg-type]
+
+
+def _parts(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) -> Any:
+    """Yield (problem without ranges, slots, the same slots of the gradients)."""
+    whole = _grouped(problem, operands, gradients)
+    pairs = zip(members(problem, operands), spans(problem, operands), strict=True)
+    for (one, slots), (_, member) in pairs:
+        if not one.seqlen_q or not one.seqlen_k:
+            continue
+        into = whole if member is None else _member(whole, member)
+        for at in cuts(slots.q.shape[:-2], max_slots(plan, one)):
+            yield one, slots.cut(at), into.cut(at)
+
+
+def _grouped(problem: Problem, operands: Operands, gradients: Gradients) -> _Slots:
+    """Return views with slot axes (*lead, heads_kv, group); those of a group share dk and dv."""
+    heads = problem.heads_kv, problem.group
+    lead = leading(problem, operands)
+
+    def split(a: np.ndarray | None, axis: int) -> Any:
+        return None if a is None else split_heads(a, axis, heads)
+
+    def repeat(a: np.ndarray) -> np.ndarray:
+        shape = a.shape[:-3] + heads + a.shape[-2:]
+        return as_strided(a, shape, (*a.strides[:-2], 0, *a.strides[-2:]))
+
+    dout, dlse, dq, dk, dv, dbias, dalibi = gradients[:7]
+    return _Slots(
+        split(dout, -3),
+        split(dlse, -2),
+        split(dq, -3),
+        repeat(dk),
+        repeat(dv),
+        split(dbias, -3),
+        None if dalibi is None else dalibi.reshape(*lead, *heads),
+    )
+
+
+def _member(slots: _Slots, member: Member) -> _Slots:
+    """Return the slots of one batch entry."""
+    place, at, rows, keys = member
+    dout, dlse, dq, dk, dv, dbias, dalibi = slots
+    return _Slots(
+        dout[place][..., rows, :],
+        None if dlse is None else dlse[place][..., rows],
+        dq[place][..., rows, :],
+        dk[place][..., keys, :],
+        dv[place][..., keys, :],
+        None if dbias is None else dbias[place][..., rows, keys],
+        None if dalibi is None else dalibi[at],
+    )
+
+
+def add_to(target: np.ndarray, values: np.ndarray) -> None:
+    """Add to a view in which stride 0 stands for the sum along an axis."""
+    pairs = zip(target.strides, target.shape, strict=True)
+    summed = tuple(n for n, (stride, size) in enumerate(pairs) if stride == 0 and size > 1)
+    if summed:
+        values = values.sum(axis=summed, keepdims=True)
+        target = target[tuple(slice(1 if n in summed else None) for n in range(target.ndim))]
+    target += values
+
+
+# --- one block of queries -------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """What is known of a block of query rows before any key."""
+
+    at: slice
+    q: np.ndarray  # (*slots, block_m, head_dim)
+    dout: np.ndarray  # (*slots, block_m, head_dim_v)
+    lse: np.ndarray  # (*slots, block_m); inf for a row that sees nothing, so that p = 0
+    delta: np.ndarray  # (*slots, block_m)
+
+
+def _rows(problem: Problem, part: Slots, into: _Slots, at: slice) -> _Rows:
+    """Read rows; q and dout of those whose gradient is all 0 or all NaN become 0.
+
+    For what is no number must not reach, as 0 * NaN, keys that such a row does not see. lse = NaN
+    makes the gradients NaN for those that it does see.
+    """
+    dtype = problem.variant.dtype
+    q, dout = block(part.q[..., at, :], dtype), block(into.dout[..., at, :], dtype)
+    out, lse = block(part.out[..., at, :], dtype), part.lse[..., at]  # type: ignore[index]
+    delta = np.einsum("...d,...d->...", dout, out)
+    if into.dlse is not None:
+        delta -= into.dlse[..., at]
+    bad = ~(np.isfinite(q).all(-1) & np.isfinite(dout).all(-1)) | ~(lse < np.inf)
+    empty = lse == -np.inf
+    lse = np.where(empty, np.inf, np.where(bad, np.nan, lse)).astype(dtype)
+    if (bad | empty).any():
+        q, dout = (np.where((bad | empty)[..., None], 0, a).astype(dtype) for a in (q, dout))
+        delta[empty] = 0
+    return _Rows(at, q, dout, lse, delta)
+
+
+def _differentiate_rows(
+    problem: Problem, part: Slots, into: _Slots, at: slice, block_n: int
+) -> None:
+    """Run the rows `at` of every slot against the key blocks that they see."""
+    rows = _rows(problem, part, into, at)
+    i = np.arange(at.start, at.stop)
+    row_keys = None
+    if part.dropout_keys is not None:
+        row_keys = dropout.chained(part.dropout_keys[..., None], i)
+    first, stop = problem.key_range(i)
+    seen = slice(int(first.min()), int(stop.max()))
+    dq = np.zeros_like(rows.q)
+    for keys in key_blocks(problem, part.places, at, seen, block_n):
+        dq += _differentiate_block(problem, part, into, rows, keys, row_keys)
+    dq *= problem.scale
+    add_to(into.dq[..., at, :], dq)
+
+
+def _differentiate_block(
+    problem: Problem,
+    part: Slots,
+    into: _Slots,
+    rows: _Rows,
+    keys: slice,
+    row_keys: np.ndarray | None,
+) -> np.ndarray:
+    """Add what these rows and keys give to all but dq; return what dq is to be scaled from."""
+    s = products(problem, part, rows.q, keys)
+    slopes = score_slopes(problem, part.places, s, _range(rows.at), _range(keys))
+    hidden = complete(problem, part, s, rows.at, keys)
+    p = np.exp(s - rows.lse[..., None])
+    v = block(part.v[..., :1, keys, :], p.dtype)
+    ds = rows.dout @ v.swapaxes(-1, -2)  # dp, until delta is taken from it
+    kept_p = p
+    if row_keys is not None:
+        keep = dropout.kept(row_keys, _range(keys), problem.dropout_p)
+        factor = keep * p.dtype.type(dropout.factor(problem.dropout_p))
+        kept_p = p * factor
+        ds = np.where(keep, ds * factor, 0)
+    ds -= rows.delta[..., None]
+    ds *= p
+    if hidden is not None:
+        for a in (ds, kept_p) if slopes is None else (ds, kept_p, slopes):
+            np.copyto(a, 0, where=hidden)  # also where p, v or k is NaN
+    add_to(into.dv[..., keys, :], kept_p.swapaxes(-1, -2) @ rows.dout)
+    if into.dbias is not None:
+        add_to(into.dbias[..., rows.at, keys], ds)
+    if into.dalibi is not None:
+        distance = distances(problem, _range(rows.at), _range(keys), ds.dtype)
+        add_to(into.dalibi, -(ds * distance).sum(axis=(-2, -1)))
+    if slopes is not None:
+        ds *= slopes
+    # Scaled here, and not at the end, as dk is shared by all rows.
+    add_to(into.dk[..., keys, :], (ds.swapaxes(-1, -2) @ rows.q) * ds.dtype.type(problem.scale))
+    # A key that is no number has made the rows that see it NaN through lse.
+    k = block(part.k[..., :1, keys, :], ds.dtype)
+    return ds @ np.where(np.isfinite(k), k, 0)
+
+
+def _range(at: slice) -> np.ndarray:
+    return np.arange(at.start, at.stop)
