@@ -11,7 +11,7 @@ import numpy as np
 
 from . import dropout
 from .arguments import dropout_of
-from .arrays import same_arrays
+from .arrays import integers, same_arrays
 from .check import check, check_backend, check_packed
 from .plan import plan
 from .problem import Operands, Plan, Problem
@@ -287,6 +287,8 @@ def merge(
     """
     outs = same_arrays(("out_a", "out_b"), (out_a, out_b))
     lses = same_arrays(("lse_a", "lse_b"), (lse_a, lse_b))
+    if not outs[0].ndim:
+        raise ValueError("out_a must have rank 1 or more, got shape ()")
     if lses[0].shape != outs[0].shape[:-1]:
         rule = "lse_a must have the shape of out_a without its last axis"
         raise ValueError(f"{rule}, got {lses[0].shape} and {outs[0].shape}")
@@ -315,9 +317,10 @@ def dropout_mask(
     An element depends on the seed and on its index in the batch (leading axes in C order), head,
     row and key, counted from kv_start, not on `shape`.
     """
-    if len(shape) < 2:
-        raise ValueError(f"shape must have two axes or more, got {shape}")
-    *lead, seqlen_q, seqlen_k = shape
+    sizes = integers("shape", "a tuple of ints", shape)
+    if sizes.ndim != 1 or len(sizes) < 2 or (sizes < 0).any():
+        raise ValueError(f"shape must have two axes or more, of sizes >= 0, got {shape}")
+    *lead, seqlen_q, seqlen_k = sizes.tolist()
     heads = lead.pop() if lead else 1
     p, seed = dropout_of(dropout_p, dropout_seed)
     head_keys = dropout.head_keys(seed, prod(lead), heads)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import integers
+
 LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": float(np.finfo(np.float64).max)}
 SMALLEST = {
     "float32": float(np.finfo(np.float32).tiny),
@@ -153,9 +155,7 @@ def offset_of(align: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
 
 def per_batch(name: str, value: Any, lead: tuple[int, ...], low: Any, high: Any) -> np.ndarray:
     """Return int64, of no axes or of shape `lead`, with every value from `low` to `high`."""
-    given = np.asarray(value)
-    if given.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be an int or an array of ints, got {given.dtype}")
+    given = integers(name, "an int or an array of ints", value)
     if given.ndim:
         try:
             given = np.broadcast_to(given, lead)
@@ -233,9 +233,7 @@ def _table(lead: tuple[int, ...], columns: tuple[np.ndarray, ...]) -> np.ndarray
 
 def cumulative_of(name: str, value: Any, tokens: int) -> np.ndarray:
     """Return cumulative lengths as int64: from 0 to `tokens`, never decreasing."""
-    given = np.asarray(value)
-    if given.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be an array of ints, got {given.dtype}")
+    given = integers(name, "an array of ints", value)
     if given.ndim != 1 or not given.size or given[0] != 0:
         raise ValueError(f"{name} must have one axis and start at 0, got {given.tolist()}")
     falls = np.flatnonzero(given[1:] < given[:-1])

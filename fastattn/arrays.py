@@ -63,7 +63,25 @@ def plain(name: str, a: Any) -> np.ndarray:
             f"{name} must be a plain array, got a masked array. Pass its .data, and mask=~its mask "
             "broadcast to the scores (mask is True where a query may attend)."
         )
-    return np.asarray(a)
+    try:
+        return np.asarray(a)
+    except ValueError as error:  # lists of unequal length
+        raise ValueError(f"{name} must be an array, got {type(a).__name__}: {error}") from None
+
+
+def integers(name: str, rule: str, a: Any) -> np.ndarray:
+    """Return an int or an array-like of ints as an array: of Python's ints, dtype object, where one
+    is too large for any other, as it is for the caller's bounds.
+    """
+    array = plain(name, a)
+    if type(a) is not np.ndarray:
+        if not array.size:
+            array = array.astype(np.int64)  # of an empty list, NumPy makes floats
+        elif array.dtype == object and all(type(number) is int for number in array.flat):
+            return array
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be {rule}, got {array.dtype}")
+    return array
 
 
 def same_arrays(names: tuple[str, ...], values: tuple[Any, ...]) -> list[np.ndarray]:
@@ -164,6 +182,8 @@ def broadcast(name: str, a: np.ndarray, scores: tuple[int, ...], has_heads: bool
 def slopes_of(alibi: Any, lead: tuple[int, ...], heads_q: int, dtype: str) -> np.ndarray:
     """Return (*lead, heads_q) in `dtype`, stride 0 where it broadcasts."""
     alibi = _per_head("alibi", alibi, dtype)
+    if not np.isfinite(alibi).all():  # an infinite slope times a distance of 0 has no value
+        raise ValueError(f"alibi must be finite, got {alibi[~np.isfinite(alibi)][0]}")
     if alibi.ndim and alibi.shape[-1] == heads_q:
         try:
             return np.broadcast_to(alibi, (*lead, heads_q))
@@ -186,7 +206,12 @@ def _per_head(name: str, a: Any, dtype: str) -> np.ndarray:
     if not float_name(a.dtype):
         raise TypeError(f"{name} must be {FLOAT_RULE}, got {a.dtype}")
     with np.errstate(over="ignore"):
-        return a.astype(dtype)  # a copy, which `out` cannot overlap
+        converted = a.astype(dtype)  # a copy, which `out` cannot overlap
+    if a.dtype.itemsize > converted.itemsize:
+        lost = np.isinf(converted) & np.isfinite(a)
+        if lost.any():
+            raise ValueError(f"{name} must be finite in {dtype}, got {a[lost][0]}")
+    return converted
 
 
 # --- out ----------------------------------------------------------------------------------------

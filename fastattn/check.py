@@ -182,7 +182,7 @@ def check_packed(
 
 def check_backend(backend: Any) -> None:
     """Raise unless `backend` is one of BACKENDS."""
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
 
 
@@ -190,7 +190,7 @@ def _modifying(
     score_mod: Any, mask_mod: Any, aux: Any, block_mask: Any, scores: tuple[int, int, int, int]
 ) -> Modifying | None:
     """Return what modifiers add to the call; None without them."""
-    if score_mod is mask_mod is block_mask is None:
+    if score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux:
         return None
     from .modifying import modifying_of
 

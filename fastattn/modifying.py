@@ -29,6 +29,10 @@ def modifying_of(
 ) -> Modifying:
     """Return the canonical values of one call; `scores` is (batch, heads_q, seqlen_q, seqlen_k)."""
     arrays = aux_arrays(aux)
+    if arrays and score_mod is None and mask_mod is None:
+        rule = "aux must be empty without score_mod and mask_mod"
+        hint = ", as a block mask has its own" if block_mask is not None else ""
+        raise ValueError(f"{rule}{hint}, got {len(arrays)} of them")
     types = aux_types(arrays)
     score = None if score_mod is None else traced(score_mod, "score_mod", types)
     score_aux = () if score is None else arrays

@@ -28,6 +28,32 @@ import numpy as np
 
 from .trace import apply
 
+__all__ = [
+    "abs",
+    "alibi",
+    "and_masks",
+    "causal",
+    "dilated_window",
+    "document_mask",
+    "exp",
+    "floor",
+    "log",
+    "logical_not",
+    "maximum",
+    "minimum",
+    "or_masks",
+    "prefix_lm",
+    "relative_bias",
+    "sliding_window",
+    "softcap",
+    "sqrt",
+    "t5_bias",
+    "t5_buckets",
+    "t5_table",
+    "tanh",
+    "where",
+]
+
 MaskMod = Callable[..., Any]
 ScoreMod = Callable[..., Any]
 

@@ -42,6 +42,7 @@ VOCABULARY = (
     "That is: numbers, the operators + - * / // % ** < <= > >= == != & | ^ ~, the arrays of aux, "
     f"and the functions of fastattn.mods: {', '.join(FUNCTIONS)}."
 )
+UFUNCS = {function: name for name, function in NUMPY.items()}
 COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
 MAX_POWER = 8
 PACKAGE = Path(__file__).parent
@@ -61,15 +62,12 @@ def trace(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
     recorder = _Recorder(aux)
     names = PARAMETERS[argument]
     inputs = [Traced(recorder, recorder.step(n, INPUT_KINDS[n])) for n in names[:-1]]
-    arrays = tuple(TracedArray(recorder, slot, rank) for slot, (_, rank) in enumerate(aux))
+    arrays = _Aux(TracedArray(recorder, slot, rank) for slot, (_, rank) in enumerate(aux))
     try:
         result = function(*inputs, arrays)
     except (TypeError, AttributeError) as error:
         raise TypeError(_explain(argument, str(error), error)) from error
-    except IndexError as error:
-        reason = f"{error} (aux has length {len(aux)})"
-        raise ValueError(_explain(argument, reason, error)) from error
-    except ValueError as error:
+    except (IndexError, ValueError) as error:
         raise ValueError(_explain(argument, str(error), error)) from error
     try:
         number = recorder.operand(result)
@@ -182,6 +180,19 @@ def _operands(step: tuple) -> tuple[int, ...]:
     return step[3:] if step[0] == "aux" else step[2:]
 
 
+class _Aux(tuple):
+    """The aux that a modifier gets while it is recorded."""
+
+    __slots__ = ()
+
+    def __getitem__(self, slot: Any) -> Any:
+        try:
+            return super().__getitem__(slot)
+        except IndexError:
+            given = f"the call was given an aux of length {len(self)}"
+            raise IndexError(f"aux[{slot}] is used, but {given}: pass aux=(array, ...)") from None
+
+
 class _Recorder:
     """The steps recorded so far. Equal steps are one."""
 
@@ -288,9 +299,6 @@ class _Operators:
     """The operators of a value that is only known when the modifier runs."""
 
     __slots__ = ()
-    # NumPy's own numbers and arrays leave an operation with a stand-in to the stand-in.
-    __array_ufunc__ = None
-
     __add__, __radd__ = _both_sides("add")
     __sub__, __rsub__ = _both_sides("sub")
     __mul__, __rmul__ = _both_sides("mul")
@@ -323,7 +331,13 @@ class _Operators:
     )
     __float__ = __int__ = _unknown("float(), int() and the module math need a value not known yet")
     __index__ = _unknown("only the arrays of aux can be indexed with a value not known yet")
-    __array__ = _unknown("NumPy's functions need a value not known yet")
+    __array__ = _unknown("NumPy's functions need a value not known yet: use those of fastattn.mods")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
+        """Operators with NumPy's own numbers come here, and np.exp(score): it is mods.exp."""
+        if ufunc not in UFUNCS or method != "__call__" or options:
+            raise TypeError(f"np.{ufunc.__name__} is not among the functions of fastattn.mods")
+        return apply(UFUNCS[ufunc], *operands)
 
 
 class Traced(_Operators):

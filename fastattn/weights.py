@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .api import KEYWORDS
-from .arrays import plain
+from .arrays import integers, plain
 from .check import check
 from .problem import Operands, Problem
 
@@ -101,9 +101,10 @@ def _indices(rows: Any, seqlen_q: int) -> np.ndarray:
     """Return the chosen rows as int64 from 0 to seqlen_q - 1."""
     if isinstance(rows, slice):
         return np.arange(seqlen_q)[rows]
-    i = np.asarray(rows)
-    if i.dtype.kind not in "iu" or i.ndim != 1:
-        raise TypeError(f"rows must be a slice or ints with one axis, got {i.dtype} {i.shape}")
+    rule = "a slice or ints with one axis"
+    i = integers("rows", rule, rows)
+    if i.ndim != 1:
+        raise ValueError(f"rows must be {rule}, got shape {i.shape}")
     if i.size and not -seqlen_q <= int(i.min()) <= int(i.max()) < seqlen_q:
         raise ValueError(f"rows must lie within the {seqlen_q} of q, got {i.min()} to {i.max()}")
     return np.arange(seqlen_q)[i]

@@ -78,28 +78,40 @@ def test_block_mask_for_all_heads_and_batches(backend):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
-def test_skipped_blocks_are_not_computed(backend):
-    """A block that is said to be skipped is, whatever its mask_mod would say, and is not read."""
-    case = Case("skipped", 256, 512, 8, heads_q=2)
-    q, k, v = case.arrays()
-    mask = create_block_mask(mods.and_masks(), None, None, 256, 512, block=(64, 64))
-    kinds = np.full(mask.kinds.shape, PARTIAL, np.uint8)
-    kinds[..., [1, 2, 6]] = SKIPPED
-    mask = dataclasses.replace(mask, kinds=kinds)
-    k[..., 64:192, :] = v[..., 64:192, :] = np.nan
-    k[..., 384:448, :] = v[..., 384:448, :] = np.nan
-    score_aux = np.zeros(512)
-    score_aux[64:192] = np.nan
-    seen = np.repeat(kinds[0, 0, 0] != SKIPPED, 64)
+def test_skipped_blocks_may_hold_anything(backend):
+    """Keys of skipped blocks that stand between others, in the arrays and in the aux of a score."""
+    q, k, v = Case("skipped", 256, 512, 8, heads_q=2).arrays()
+    seen = np.repeat([1, 0, 0, 1, 1, 1, 0, 1], 64) > 0
+    mask = create_block_mask(
+        lambda b, h, i, j, aux: aux[0][j], None, None, 256, 512, aux=(seen,), block=(64, 64)
+    )
+    assert mask.sparsity == 3 / 8
+    k[..., ~seen, :] = v[..., ~seen, :] = np.nan
     found = fastattn.attention(
         q,
         k,
         v,
         block_mask=mask,
         score_mod=lambda s, b, h, i, j, aux: s + aux[0][j],
-        aux=(score_aux,),
+        aux=(np.where(seen, 0.0, np.nan),),
         backend=backend,
     )
+    exact, _ = oracle.attention(q, k, v, mask=seen)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6)
+
+
+def test_skipped_blocks_are_not_computed(backend):
+    """What is said to be skipped is not read, whatever its mask_mod would say: whole blocks of a
+    kernel, and the ends of one.
+    """
+    q, k, v = Case("skipped", 256, 1024, 8, heads_q=2).arrays()
+    mask = create_block_mask(mods.and_masks(), None, None, 256, 1024, block=(64, 64))
+    kinds = np.full(mask.kinds.shape, PARTIAL, np.uint8)
+    kinds[..., [0, 4, 5, 6, 7, 11, 15]] = SKIPPED
+    mask = dataclasses.replace(mask, kinds=kinds)
+    seen = np.repeat(kinds[0, 0, 0] != SKIPPED, 64)
+    k[..., ~seen, :] = v[..., ~seen, :] = np.nan
+    found = fastattn.attention(q, k, v, block_mask=mask, backend=backend)
     exact, _ = oracle.attention(q, k, v, mask=seen)
     np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6)
 

@@ -12,6 +12,7 @@ from modifier_kernel import builder, needs_kernels, run_on_registers, traced
 from fastattn import mods
 from fastattn.cpu import compile
 from fastattn.modifier import evaluate
+from fastattn.trace import FUNCTIONS
 
 DTYPES = ("float32", "float64")
 BATCH, HEADS, SEQLEN = 3, 4, 77  # 77: the last register of aux[j] is not whole
@@ -233,3 +234,13 @@ def test_no_gather_no_masked_store_no_symbol(name, target):
     assert not UNWANTED.findall(machine.emit_assembly(module))
     outside = [f.name for f in module.functions if f.is_declaration]
     assert all(name.startswith("llvm.") for name in outside)
+
+
+def test_star_import_brings_the_modifiers_and_the_words():
+    public = {
+        name
+        for name, value in vars(mods).items()
+        if getattr(value, "__module__", "") == mods.__name__ and not name.startswith("_")
+    }
+    assert set(mods.__all__) == public
+    assert set(FUNCTIONS) < public

@@ -18,6 +18,11 @@ def test_linear(shape, bias, dtype, rng):
     check_budget(nn.linear(x, weights), linear_formula, x, weights)
 
 
+def test_repr_does_not_hold_the_numbers(rng):
+    weights = make_linear(rng, 11, 5, "float32", True)
+    assert repr(weights) == "LinearWeights((11, 5), bias, float32)"
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 

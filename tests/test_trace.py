@@ -51,11 +51,23 @@ def test_helpers_loops_and_keywords_are_python():
     assert evaluate(steps, np.dtype("float64"), (), 0, 0, 0, 0, 1.0) == 9
 
 
+def test_ufuncs_of_numpy_are_those_of_mods():
+    def by_numpy(score, b, h, i, j, aux):
+        return np.exp(np.minimum(score, np.float32(2) * h)) * np.int64(3) - np.abs(i - j)
+
+    def by_mods(score, b, h, i, j, aux):
+        return mods.exp(mods.minimum(score, np.float32(2) * h)) * np.int64(3) - mods.abs(i - j)
+
+    assert trace(by_numpy, "score_mod") == trace(by_mods, "score_mod")
+
+
 # What a modifier must not do, and what the message says beside the line.
 BAD = {
     "math.tanh(score)": (TypeError, "the module math"),
-    "np.tanh(score)": (TypeError, "ufunc"),
-    "np.where(j <= i, score, 0)": (TypeError, "NumPy's functions"),
+    "np.sin(score)": (TypeError, "np.sin is not among the functions of fastattn.mods"),
+    "np.add(score, 1, dtype='f4')": (TypeError, "np.add is not among"),
+    "np.maximum.reduce(score)": (TypeError, "np.maximum is not among"),
+    "np.where(j <= i, score, 0)": (TypeError, "use those of fastattn.mods"),
     "score if j <= i else 0": (TypeError, "use where"),
     "score * (i < j < i + 3)": (TypeError, "use where"),
     "score + max(i, j)": (TypeError, "maximum"),
@@ -70,7 +82,8 @@ BAD = {
     "score + [1, 2][j]": (TypeError, "only the arrays of aux"),
     "score + 'a'": (TypeError, "str is neither"),
     "score + 2**70": (TypeError, "64 bits"),
-    "score + aux[7][j]": (ValueError, "aux has length 2"),
+    "score + aux[7][j]": (ValueError, "aux[7] is used, but the call was given an aux of length 2"),
+    "score + [1, 2][7]": (ValueError, "list index out of range"),
     "score + aux[0][j, j]": (ValueError, "rank, 1, got 2 indices"),
     "score + aux[0][-1]": (ValueError, "at least 0"),
     "score + aux[0][score]": (TypeError, "an index must be an integer"),
@@ -107,7 +120,7 @@ def test_the_line_named_is_the_users_own():
     with pytest.raises(TypeError, match=re.escape("return np.clip(score, 0, i)")):
         trace(clips, "score_mod")
     with pytest.raises(
-        ValueError, match=r"aux has length 0\)\n.*mods.py:\d+: slopes = aux\[slot\]"
+        ValueError, match=r"aux of length 0: pass .*\n.*mods.py:\d+: slopes = aux\[slot\]"
     ):
         trace(mods.alibi(), "score_mod")
 

@@ -55,6 +55,10 @@ class LinearWeights:
         if self.bias is not None:
             check_vector("bias", self.bias, self.weight.shape[0], self.weight.dtype)
 
+    def __repr__(self) -> str:
+        kind = "no bias" if self.bias is None else "bias"
+        return f"LinearWeights({self.weight.shape}, {kind}, {self.weight.dtype})"
+
 
 def linear(x: np.ndarray, weights: LinearWeights) -> np.ndarray:
     """Return x @ weight.T + bias.
