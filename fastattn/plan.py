@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from .cpu.threads import get_num_threads
@@ -38,6 +39,7 @@ def _plan(problem: Problem, backend: str, num_threads: int) -> Plan:
             problem, "asked for by name", "backend='numpy' was asked for", num_threads
         )
     # Here, and not at the top: asking for a kernel loads the compiler's run-time part.
+    from .cpu.cache import folder_or_reason
     from .cpu.run import can_split, unavailable
 
     why_not = unavailable(problem.variant)
@@ -45,7 +47,10 @@ def _plan(problem: Problem, backend: str, num_threads: int) -> Plan:
         reason = (
             "asked for by name" if backend == "cpu" else "the compiled kernel is the fastest here"
         )
-        return _cpu_plan(problem, reason, num_threads, can_split)
+        chosen = _cpu_plan(problem, reason, num_threads, can_split)
+        _, not_kept = folder_or_reason()
+        note = f"every process compiles its kernels anew: {not_kept}"
+        return replace(chosen, notes=(note,)) if not_kept else chosen
     if backend == "cpu":
         raise ImportError(
             f"backend='cpu' cannot run here: {why_not}. backend='auto' falls back to NumPy."

@@ -157,6 +157,7 @@ class Plan:
     split_n: int = 0  # the running softmax starts anew at multiples of this many keys (cpu)
     num_splits: int = 1  # work items along the keys, for few queries against many keys
     work_items: int = 1
+    notes: tuple[str, ...] = ()  # what else a user may want to know
 
     def __str__(self) -> str:
         problem = self.problem
@@ -165,13 +166,16 @@ class Plan:
             f"{problem.seqlen_q} queries x {problem.seqlen_k} keys, "
             f"head_dim {problem.head_dim}/{problem.head_dim_v}, {problem.variant.storage}"
         )
-        pairs = f"{problem.flop / 1e9:.3g} Gflop over {problem.visible_pairs} visible pairs a head"
+        pairs = f"{flop_text(problem.flop)} over {problem.visible_pairs} visible pairs a head"
         blocks = f"block_m {self.block_m}, block_n {self.block_n}"
         if self.backend == "cpu":
             blocks += f", mc {self.mc}, split_n {self.split_n}"
-        items = f"{self.num_threads} for {self.work_items} work items"
+        plural = "s" if self.work_items != 1 else ""
+        items = f"{self.num_threads} for {self.work_items} work item{plural}"
         if self.num_splits > 1:
             items += f", {self.num_splits} along the keys"
+        if self.backend == "numpy":
+            items = "as NumPy's BLAS library decides"
         rows = [
             ("backend", f"{self.backend}: {self.reason}"),
             *((f"not {name}", why) for name, why in self.rejected),
@@ -179,5 +183,14 @@ class Plan:
             ("work", pairs),
             ("blocks", blocks),
             ("threads", items),
+            *(("note", note) for note in self.notes),
         ]
         return "\n".join(f"{name:<11} {text}" for name, text in rows)
+
+
+def flop_text(flop: int) -> str:
+    """Three digits and a unit."""
+    for limit, unit in ((1e9, "Gflop"), (1e6, "Mflop"), (1e3, "kflop")):
+        if flop >= limit:
+            return f"{flop / limit:.3g} {unit}"
+    return f"{flop} flop"

@@ -80,7 +80,7 @@ def test_info(capsys, monkeypatch, tmp_path):
 
 def test_info_says_why_kernels_are_not_kept(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTATTN_CACHE", "0")
-    assert facts(capsys)["kernels"].endswith(": turned off by FASTATTN_CACHE=0")
+    assert facts(capsys)["kernels"].endswith(": FASTATTN_CACHE=0 turns the cache off")
     monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
     tmp_path.chmod(0o770)
     assert facts(capsys)["kernels"].endswith(f": others can write {tmp_path}: chmod go-w")
@@ -181,7 +181,7 @@ def test_warmup_says_why_not(one_kernel, capsys, monkeypatch, tmp_path):
     assert "--into must be a folder that is yours alone: others can" in capsys.readouterr().err
     monkeypatch.setenv("FASTATTN_CACHE", "0")
     assert run("warmup") == 1
-    assert "there is no cache folder: turned off by" in capsys.readouterr().err
+    assert "there is no cache folder: FASTATTN_CACHE=0 turns" in capsys.readouterr().err
     assert "invalid choice: 'z80'" in refused(capsys, "warmup", "--target", "z80")
     (tmp_path / "file").touch()
     assert run("warmup", "--into", tmp_path / "file") == 1

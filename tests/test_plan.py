@@ -10,7 +10,7 @@ import fastattn
 import fastattn.plan as planning
 from fastattn.cpu import run as cpu_run
 from fastattn.plan import BLOCK_M, BLOCK_N, MC, SPLIT_N, block_m_for, plan
-from fastattn.problem import Problem, Variant
+from fastattn.problem import Problem, Variant, flop_text
 
 REASON = "numba is not installed: pip install numba"
 
@@ -192,7 +192,7 @@ def test_text_of_a_plan(with_cpu):
         "backend     cpu: the compiled kernel is the fastest here",
         "not numpy   slower: its scores and probabilities go through memory",
         "problem     1 x 32 heads over 8, 1 queries x 4096 keys, head_dim 64/64, float32",
-        "work        0.0336 Gflop over 4096 visible pairs a head",
+        "work        33.6 Mflop over 4096 visible pairs a head",
         f"blocks      block_m 4, block_n 256, mc {MC}, split_n 1024",
         "threads     2 for 8 work items",
     ]
@@ -200,6 +200,27 @@ def test_text_of_a_plan(with_cpu):
     assert split[2].endswith("head_dim 64/64, bfloat16")
     assert split[-1] == "threads     2 for 16 work items, 4 along the keys"
     assert "backend     numpy: asked for by name" in str(plan(problem(), "numpy"))
+
+
+def test_text_counts_in_fitting_units():
+    counts = {0: "0 flop", 999: "999 flop", 8192: "8.19 kflop", 2_147_483_648: "2.15 Gflop"}
+    assert {flop: flop_text(flop) for flop in counts} == counts
+    assert str(plan(problem(1, 1, heads=1), "numpy")).splitlines()[-3:] == [
+        "work        256 flop over 1 visible pairs a head",
+        "blocks      block_m 256, block_n 1024",
+        "threads     as NumPy's BLAS library decides",
+    ]
+
+
+def test_text_says_if_kernels_are_not_kept(with_cpu, monkeypatch, tmp_path):
+    kept = "note        every process compiles its kernels anew: "
+    monkeypatch.setenv("FASTATTN_CACHE", "0")
+    assert str(plan(problem())).splitlines()[-1] == kept + "FASTATTN_CACHE=0 turns the cache off"
+    planning._plan.cache_clear()
+    tmp_path.chmod(0o702)
+    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
+    line = str(plan(problem())).splitlines()[-1]
+    assert line == kept + f"others can write {tmp_path}: chmod go-w"
 
 
 def test_text_without_kernels(without_cpu):

@@ -66,7 +66,7 @@ def folder_or_reason() -> tuple[Path | None, str]:
     """
     setting = os.environ.get("FASTATTN_CACHE", "")
     if setting == "0":
-        return None, "turned off by FASTATTN_CACHE=0"
+        return None, "FASTATTN_CACHE=0 turns the cache off"
     if not source_digest():
         return None, "the sources of fastattn cannot be read, so old code cannot be told from new"
     try:
