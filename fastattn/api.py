@@ -15,6 +15,7 @@ from .arrays import integers, same_arrays
 from .check import check, check_backend, check_packed
 from .plan import plan
 from .problem import Operands, Plan, Problem
+from .signatures import passing_keywords_to
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -74,7 +75,7 @@ def attention(
     bias : float, broadcastable to (..., heads_q, seqlen_q, seqlen_k)
         Added to the scores after softcap; -inf hides a key.
     mask : bool, broadcastable likewise. True = may attend.
-    alibi : (heads_q,) or (..., heads_q) float
+    alibi : (heads_q,) or (..., heads_q) finite float
         Slopes: slope * abs(i + offset - j) is taken from the scores.
     sinks : (heads_q,) float
         One more score for every row of a head, neither scaled nor capped, that has no value: part
@@ -239,6 +240,7 @@ def attention_varlen(
     return result if operands.lse is None else (result, operands.lse[0])
 
 
+@passing_keywords_to(attention)
 def explain(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, backend: str = "auto", **arguments: Any
 ) -> Plan:
@@ -247,19 +249,8 @@ def explain(
     Parameters and errors are those of attention(). Nothing is computed and `out` is not written.
     """
     check_backend(backend)
-    refuse_unknown("explain", arguments)
     problem, _ = check(q, k, v, **arguments)
     return plan(problem, backend)
-
-
-KEYWORDS = frozenset(attention.__kwdefaults__ or ())  # of attention()
-
-
-def refuse_unknown(function: str, arguments: dict[str, Any]) -> None:
-    """Raise TypeError for a keyword that attention() does not have."""
-    for name in arguments:
-        if name not in KEYWORDS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def merge(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .api import KEYWORDS
+from .api import attention, attention_varlen
 from .arguments import flag
 from .check import check_backend
 from .check_backward import (
@@ -18,6 +18,7 @@ from .check_backward import (
 )
 from .plan import plan_backward
 from .problem import Gradients, Operands, Problem
+from .signatures import passing_keywords_to
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 FOREIGN = ("return_lse", "out", "backend")
 
 
+@passing_keywords_to(attention, *FOREIGN)
 def attention_backward(
     dout: ArrayLike,
     q: ArrayLike,
@@ -85,7 +87,6 @@ def attention_backward(
     Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
     check_backend(backend)
-    _refuse_unknown("attention_backward", arguments)
     wanted = _wanted(return_dbias, return_dsinks, return_dalibi)
     problem, operands, gradients = check_backward(
         dout,
@@ -105,6 +106,7 @@ def attention_backward(
     return *main, *_others(gradients, operands, wanted, arguments)
 
 
+@passing_keywords_to(attention_varlen, *FOREIGN)
 def attention_varlen_backward(
     dout: ArrayLike,
     q: ArrayLike,
@@ -141,7 +143,6 @@ def attention_varlen_backward(
     As attention_backward().
     """
     check_backend(backend)
-    _refuse_unknown("attention_varlen_backward", arguments, ("bias", "mask", "q_len"))
     wanted = _wanted(False, return_dsinks, return_dalibi)
     problem, operands, gradients = check_packed_backward(
         dout,
@@ -173,12 +174,6 @@ def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str
         reference.run(chosen, problem, operands, gradients)
     if gradients.dsinks is not None:
         reference.add_sinks(operands, gradients)
-
-
-def _refuse_unknown(function: str, arguments: dict[str, Any], others: tuple[str, ...] = ()) -> None:
-    for name in arguments:
-        if name not in KEYWORDS or name in FOREIGN + others:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def _wanted(dbias: bool, dsinks: bool, dalibi: bool) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,22 @@ class BlockMask:
     @property
     def sparsity(self) -> float:
         """Share of the blocks that are skipped; 0 without blocks."""
-        return float(np.mean(self.kinds == SKIPPED)) if self.kinds.size else 0.0
+        return float(np.mean(self._distinct == SKIPPED)) if self.kinds.size else 0.0
+
+    @cached_property
+    def pairs(self) -> int:
+        """(query, key) pairs of a head in blocks that are not skipped, on average: the work."""
+        sizes = zip(self.shape[2:], self.block, self.kinds.shape[2:], strict=True)
+        high, wide = (
+            np.minimum(step, size - step * np.arange(count)) for size, step, count in sizes
+        )
+        of_heads = (self._distinct != SKIPPED) @ wide @ high
+        return int(of_heads.mean()) if of_heads.size else 0
+
+    @property
+    def _distinct(self) -> np.ndarray:
+        """The kinds without the axes along which they are the same."""
+        return self.kinds[tuple(slice(None) if step else slice(1) for step in self.kinds.strides)]
 
     def to_dense(self) -> np.ndarray:
         """Return the mask itself, bool of `shape`, True where visible: for small sizes, as it is

@@ -21,7 +21,7 @@ class Modifying(NamedTuple):
     score_aux: tuple[np.ndarray, ...] = ()
     mask_aux: tuple[np.ndarray, ...] = ()
     block_mask: np.ndarray | None = None
-    block: tuple[int, int] = 0, 0  # block_mask_m, block_mask_n
+    block: tuple[int, int, int] = 0, 0, 0  # block_mask_m, block_mask_n, block_mask_pairs
 
 
 def modifying_of(
@@ -44,7 +44,8 @@ def modifying_of(
         raise ValueError("mask_mod must be None with block_mask, which has its own, got both")
     kinds = _kinds_of(block_mask, scores)
     mask = block_mask.mask_mod
-    return Modifying((score, mask), score_aux, block_mask.aux, kinds, block_mask.block)
+    block = (*block_mask.block, block_mask.pairs)
+    return Modifying((score, mask), score_aux, block_mask.aux, kinds, block)
 
 
 def _kinds_of(block_mask: Any, scores: tuple[int, int, int, int]) -> np.ndarray:

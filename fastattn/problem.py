@@ -56,6 +56,8 @@ class Problem:
     first_key: int = 0
     block_mask_m: int = 0  # query rows of a block of Operands.block_mask; 0 without one
     block_mask_n: int = 0  # keys of one
+    # (query, key) pairs of a head in blocks that are not skipped, on average: for estimates
+    block_mask_pairs: int = 0
 
     @property
     def group(self) -> int:
@@ -77,9 +79,23 @@ class Problem:
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head that window and chunk allow, mask and bias aside."""
+        """(query, key) pairs of one head that window and chunk allow, and no more than a block mask
+        has in blocks that it does not skip. Mask, bias and mask_mod aside.
+        """
         start, stop = self.key_range(np.arange(self.seqlen_q, dtype=np.int64))
-        return int(np.maximum(stop - start, 0).sum())
+        pairs = int(np.maximum(stop - start, 0).sum())
+        return min(pairs, self.block_mask_pairs) if self.block_mask_m else pairs
+
+    def modifiers(self) -> list[tuple[str, str]]:
+        """Rows of text about modifiers and block mask, where there are any."""
+        given = (self.variant.score_mod, self.variant.mask_mod)
+        steps = [f"{m.argument}: {len(m.steps)} operations" for m in given if m is not None]
+        rows = [("modifiers", ", ".join(steps))] if steps else []
+        if self.block_mask_m:
+            share = self.block_mask_pairs / max(1, self.seqlen_q * self.seqlen_k)
+            skipped = f"{100 * (1 - share):.1f} % of the pairs skipped"
+            rows.append(("block mask", f"{self.block_mask_m} x {self.block_mask_n}, {skipped}"))
+        return rows
 
     @property
     def flop(self) -> int:
@@ -180,6 +196,7 @@ class Plan:
             ("backend", f"{self.backend}: {self.reason}"),
             *((f"not {name}", why) for name, why in self.rejected),
             ("problem", sizes),
+            *problem.modifiers(),
             ("work", pairs),
             ("blocks", blocks),
             ("threads", items),

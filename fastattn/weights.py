@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .api import KEYWORDS
+from .api import attention
 from .arrays import integers, plain
 from .check import check
 from .problem import Operands, Problem
+from .signatures import passing_keywords_to
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -19,6 +20,7 @@ BLOCK_M = 256  # rows whose probabilities exist at once in attention_key_sums()
 FOREIGN = ("return_lse", "out", "dropout_p", "dropout_seed", "backend")
 
 
+@passing_keywords_to(attention, *FOREIGN)
 def attention_weights(
     q: ArrayLike, k: ArrayLike, *, rows: Any = slice(None), **arguments: Any
 ) -> np.ndarray:
@@ -60,6 +62,7 @@ def attention_weights(
     return _in_rank_of(q, k, result)
 
 
+@passing_keywords_to(attention, *FOREIGN)
 def attention_key_sums(
     q: ArrayLike, k: ArrayLike, *, rows: Any = slice(None), **arguments: Any
 ) -> np.ndarray:
@@ -90,9 +93,6 @@ def attention_key_sums(
 
 
 def _checked(q: Any, k: Any, arguments: dict[str, Any]) -> tuple[Problem, Operands]:
-    for name in arguments:
-        if name in FOREIGN or name not in KEYWORDS:
-            raise TypeError(f"got an unexpected keyword argument {name!r}")
     k = plain("k", k)
     return check(q, k, k[..., :0] if k.ndim else k, **arguments, fold=False)
 

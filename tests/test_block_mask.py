@@ -42,6 +42,9 @@ def test_kinds_are_those_of_the_dense_mask(name, size, block):
         np.testing.assert_array_equal(mask.kinds[:, :, m, n], kind)
     np.testing.assert_array_equal(mask.visited, (mask.kinds != SKIPPED).sum(-1))
     assert mask.sparsity == np.mean(mask.kinds == SKIPPED)
+    computed = np.repeat(np.repeat(mask.kinds != SKIPPED, block[0], axis=2), block[1], axis=3)
+    computed = computed[:, :, : size[0], : size[1]]
+    assert mask.pairs == int(computed.sum() / (dense.shape[0] * dense.shape[1]))
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -93,7 +96,7 @@ def test_frozen_and_hashable_by_identity():
 def test_nothing_at_all(sizes):
     mask = create_block_mask(mods.causal, *sizes)
     assert mask.to_dense().shape == sizes
-    assert mask.sparsity == 0
+    assert mask.sparsity == mask.pairs == 0
     assert str(mask) == repr(mask)
 
 

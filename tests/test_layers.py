@@ -46,7 +46,7 @@ LAYERS = [
     "cpu.registers cpu.threads cpu.compile mods block_mask",
     "derivative",
     "trace cpu.cache",
-    "cpu cpu.job dropout machine problem",
+    "cpu cpu.job dropout machine problem signatures",
     "modifier",
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}

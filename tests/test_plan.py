@@ -9,6 +9,7 @@ import pytest
 import fastattn
 import fastattn.plan as planning
 from fastattn.cpu import run as cpu_run
+from fastattn.modifier import Modifier
 from fastattn.plan import BLOCK_M, BLOCK_N, MC, SPLIT_N, block_m_for, plan
 from fastattn.problem import Problem, Variant, flop_text
 
@@ -183,6 +184,15 @@ def test_work_counts_visible_pairs(with_cpu):
     assert full.flop == 2 * 8 * 1_000_000 * 128
 
 
+def test_work_leaves_out_the_blocks_that_a_block_mask_skips(with_cpu):
+    masked = replace(problem(1000, 1000), block_mask_m=64, block_mask_n=64, block_mask_pairs=9000)
+    assert masked.visible_pairs == 9000
+    assert masked.flop == 2 * 8 * 9000 * 128
+    assert replace(masked, left=0, right=0).visible_pairs == 1000
+    sparse, dense = replace(masked, block_mask_pairs=900), replace(masked, block_mask_pairs=10**6)
+    assert [on(64, p).num_threads for p in (sparse, dense)] == [1, 64]
+
+
 # --- explain ------------------------------------------------------------------------------------
 
 
@@ -221,6 +231,20 @@ def test_text_says_if_kernels_are_not_kept(with_cpu, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
     line = str(plan(problem())).splitlines()[-1]
     assert line == kept + f"others can write {tmp_path}: chmod go-w"
+
+
+def test_text_of_modifiers_and_block_masks(with_cpu):
+    steps = (("score", "float"), ("neg", "float", 0))
+    change, hide = Modifier("score_mod", steps, ()), Modifier("mask_mod", (("b", "int"),), ())
+    one = problem(100, 200)
+    both = replace(one, variant=replace(one.variant, score_mod=change, mask_mod=hide))
+    lines = str(plan(both)).splitlines()
+    assert lines[3] == "modifiers   score_mod: 2 operations, mask_mod: 1 operations"
+    masked = replace(both, block_mask_m=64, block_mask_n=32, block_mask_pairs=5000)
+    lines = str(plan(masked)).splitlines()
+    assert lines[4] == "block mask  64 x 32, 75.0 % of the pairs skipped"
+    assert lines[5].endswith("10.2 Mflop over 5000 visible pairs a head")
+    assert "modifiers" not in str(plan(one))
 
 
 def test_text_without_kernels(without_cpu):
