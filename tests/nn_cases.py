@@ -28,19 +28,66 @@ def gelu_formula(x):
     return x * (1 + erf.reshape(x.shape)) / 2
 
 
-def multihead_formula(x, weights, causal=False, key_mask=None):
-    q, k, v = np.split(linear_formula(x, weights.qkv), 3, axis=-1)
-    tokens, head_dim = x.shape[-2], weights.head_dim
-    visible = np.tri(tokens, dtype=bool) if causal else np.ones((tokens, tokens), bool)
+def multihead_formula(x, weights, causal=False, key_mask=None, keys=None, values=None, turn=None):
+    """turn(q or k of one head) rotates it by the positions of its tokens."""
+    keys = x if keys is None else keys.astype(x.dtype)
+    values = keys if values is None else values.astype(x.dtype)
+    q, k, v = (linear_formula(a, w) for a, w in zip((x, keys, values), parts(weights), strict=True))
+    tokens, tokens_k, group = q.shape[-2], k.shape[-2], weights.num_heads // weights.heads_kv
+    visible = np.ones((tokens, tokens_k), bool)
+    visible = np.tri(tokens, tokens_k, tokens_k - tokens, bool) if causal else visible
     if key_mask is not None:
         visible = visible & key_mask[..., None, :]
     heads = []
     for h in range(weights.num_heads):
-        of_head = np.s_[..., h * head_dim : (h + 1) * head_dim]
-        scores = q[of_head] @ np.swapaxes(k[of_head], -1, -2) / math.sqrt(head_dim)
-        p = np.exp(scores - scores.max(axis=-1, keepdims=True)) * visible
-        heads.append(p / p.sum(axis=-1, keepdims=True) @ v[of_head])
+        qh = one_head(q, h, weights.head_dim)
+        kh, vh = (
+            one_head(a, h // group, w) for a, w in ((k, weights.head_dim), (v, weights.head_dim_v))
+        )
+        if turn is not None:
+            qh, kh = turn(qh).astype(x.dtype), turn(kh).astype(x.dtype)
+        scores = np.where(
+            visible, qh @ np.swapaxes(kh, -1, -2) / math.sqrt(weights.head_dim), -np.inf
+        )
+        more, more_v = additions(qh, h, weights)
+        p = np.exp(np.concatenate([scores, more], axis=-1))
+        p /= p.sum(axis=-1, keepdims=True)
+        heads.append(p[..., :tokens_k] @ vh + p[..., tokens_k:] @ more_v)
     return linear_formula(np.concatenate(heads, axis=-1), weights.out)
+
+
+def parts(weights):
+    """The three maps, cut out here and not by the weights themselves."""
+    if not isinstance(weights.qkv, nn.LinearWeights):
+        return weights.qkv
+    rows = weights.qkv.weight.shape[0] // (weights.num_heads + 2 * weights.heads_kv)
+    cuts = np.array([weights.num_heads, weights.num_heads + weights.heads_kv]) * rows
+    bias = weights.qkv.bias
+    biases = [None] * 3 if bias is None else np.split(bias, cuts)
+    return [
+        nn.LinearWeights(*a) for a in zip(np.split(weights.qkv.weight, cuts), biases, strict=True)
+    ]
+
+
+def one_head(a, h, width):
+    return a[..., h * width : (h + 1) * width]
+
+
+def additions(q, h, weights):
+    """Scores and values of the sink and of the extra key of head h."""
+    scores, values = [], []
+    if weights.sinks is not None:
+        scores.append(np.full((*q.shape[:-1], 1), weights.sinks[h], q.dtype))
+        values.append(np.zeros(weights.head_dim_v, q.dtype))
+    if weights.extra is not None:
+        k, v = (
+            a[h // (weights.num_heads // weights.heads_kv)].astype(q.dtype) for a in weights.extra
+        )
+        scores.append((q @ k / math.sqrt(weights.head_dim))[..., None])
+        values.append(v)
+    if not scores:
+        return np.empty((*q.shape[:-1], 0), q.dtype), np.empty((0, weights.head_dim_v), q.dtype)
+    return np.concatenate(scores, axis=-1), np.stack(values)
 
 
 def transformer_formula(x, weights, **options):
@@ -75,12 +122,25 @@ def make_norm(rng, features, dtype=np.float32, bias=True, eps=1e-5):
     return nn.LayerNormWeights(weight, shift, eps)
 
 
-def make_multihead(rng, model_dim, num_heads, head_dim, dtype=np.float32, bias=True):
+def make_multihead(
+    rng, model_dim, num_heads, head_dim, dtype=np.float32, bias=True, heads_kv=None, **more
+):
+    rows = (num_heads + 2 * (heads_kv or num_heads)) * head_dim
     return nn.MultiHeadWeights(
-        qkv=make_linear(rng, 3 * num_heads * head_dim, model_dim, dtype, bias),
+        qkv=make_linear(rng, rows, model_dim, dtype, bias),
         out=make_linear(rng, model_dim, num_heads * head_dim, dtype, bias),
         num_heads=num_heads,
+        num_heads_kv=heads_kv,
+        **more,
     )
+
+
+def make_separate(rng, dims, num_heads, heads_kv, head_dim, head_dim_v, dtype=np.float32):
+    """Maps of queries, keys and values of dims features: model_dim and those of keys and values."""
+    rows = (num_heads * head_dim, heads_kv * head_dim, heads_kv * head_dim_v)
+    qkv = tuple(make_linear(rng, r, d, dtype) for r, d in zip(rows, dims, strict=True))
+    out = make_linear(rng, dims[0], num_heads * head_dim_v, dtype)
+    return nn.MultiHeadWeights(qkv, out, num_heads, heads_kv)
 
 
 def make_layer(rng, model_dim, num_heads, hidden_dim, dtype=np.float32, activation="gelu"):

@@ -23,6 +23,8 @@ LAYERS = [
     "nn",
     "nn.transformer",
     "nn.multihead",
+    "nn.loading",
+    "nn.multihead_weights",
     "nn.activations nn.norms nn.cache nn.positions",
     "nn.positions.rope",
     "nn.positions.rotary nn.positions.scaling nn.positions.integers",

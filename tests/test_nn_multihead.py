@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from nn_cases import (
     DTYPES,
     check_budget,
     make_multihead,
+    make_separate,
     multihead_formula,
     multihead_of,
     tokens_of,
-    zeros,
 )
 
 from fastattn import nn
@@ -31,6 +29,134 @@ def test_multihead_attention(shape, num_heads, head_dim, causal, dtype, backend,
     x = tokens_of(rng, *shape, dtype=dtype)
     ours = nn.multihead_attention(x, weights, causal=causal, backend=backend)
     check_budget(ours, multihead_formula, x, weights, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("num_heads", "heads_kv"), [(6, 3), (4, 1), (9, 3)])
+def test_grouped_heads(num_heads, heads_kv, causal, backend, rng):
+    weights = make_multihead(rng, 24, num_heads, 8, heads_kv=heads_kv)
+    x = tokens_of(rng, 2, 13, 24)
+    key_mask = np.arange(13) < np.array([[13], [5]])
+    ours = nn.multihead_attention(x, weights, causal=causal, key_mask=key_mask, backend=backend)
+    check_budget(ours, multihead_formula, x, weights, causal=causal, key_mask=key_mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_and_an_extra_key(dtype, backend, rng):
+    extra = tuple(tokens_of(rng, 2, 8, dtype=dtype) for _ in "kv")
+    sinks = tokens_of(rng, 4, dtype=dtype)
+    for more in ({"sinks": sinks}, {"extra": extra}, {"sinks": sinks, "extra": extra}):
+        weights = make_multihead(rng, 24, 4, 8, dtype, heads_kv=2, **more)
+        x = tokens_of(rng, 2, 13, 24, dtype=dtype)
+        key_mask = np.arange(13) < np.array([[13], [5]])
+        ours = nn.multihead_attention(x, weights, causal=True, key_mask=key_mask, backend=backend)
+        check_budget(ours, multihead_formula, x, weights, causal=True, key_mask=key_mask)
+
+
+# --- cross-attention ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_cross_attention(causal, backend, rng):
+    weights = make_multihead(rng, 24, 4, 8, heads_kv=2)
+    x, keys = tokens_of(rng, 2, 7, 24), tokens_of(rng, 2, 13, 24)
+    key_mask = np.arange(13) < np.array([[13], [9]])
+    for values in (None, tokens_of(rng, 2, 13, 24)):
+        given = {"keys": keys, "values": values, "causal": causal, "key_mask": key_mask}
+        ours = nn.multihead_attention(x, weights, backend=backend, **given)
+        check_budget(ours, multihead_formula, x, weights, **given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_maps_of_their_own(dtype, backend, rng):
+    """Keys and values with other features than the tokens, and a head_dim_v."""
+    weights = make_separate(rng, (24, 10, 14), 6, 3, 8, 5, dtype)
+    assert (weights.model_dim, weights.head_dim, weights.head_dim_v) == (24, 8, 5)
+    x = tokens_of(rng, 2, 7, 24, dtype=dtype)
+    given = {"keys": tokens_of(rng, 2, 9, 10, dtype=dtype)}
+    given["values"] = tokens_of(rng, 2, 9, 14, dtype=dtype)
+    ours = nn.multihead_attention(x, weights, backend=backend, **given)
+    check_budget(ours, multihead_formula, x, weights, **given)
+    weights = make_separate(rng, (24, 24, 24), 6, 2, 8, 3, dtype)
+    ours = nn.multihead_attention(x, weights, causal=True, backend=backend)
+    check_budget(ours, multihead_formula, x, weights, causal=True)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one-product", "apart"])
+def test_keys_projected_once(apart, backend, rng):
+    weights = make_multihead(rng, 16, 4, 8, heads_kv=2)
+    if apart:
+        weights = make_separate(rng, (16, 10, 10), 4, 2, 8, 6)
+    x, keys = tokens_of(rng, 3, 5, 16), tokens_of(rng, 3, 8, 10 if apart else 16)
+    key_mask = np.arange(8) < np.array([[8], [1], [4]])
+    cache = nn.KVCache(2, 8, head_dim_v=weights.head_dim_v, batch=(3,))
+    cache.append(*nn.project_keys(keys, weights))
+    exact = nn.multihead_attention(x, weights, keys=keys, key_mask=key_mask, backend=backend)
+    for _ in range(2):
+        ours = nn.multihead_attention(x, weights, keys=cache, key_mask=key_mask, backend=backend)
+        np.testing.assert_array_equal(ours, exact)
+    assert cache.seqlen == 8
+
+
+# --- positions and cache ------------------------------------------------------------------------
+
+
+def turned(where, frequencies):
+    """A function that turns the pairs (t, t + r / 2) of (..., tokens, r) as complex numbers."""
+
+    def turn(a):
+        half = a.shape[-1] // 2
+        z = (a[..., :half] + 1j * a[..., half:]) * np.exp(1j * np.outer(where, frequencies))
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    return turn
+
+
+@pytest.mark.parametrize("form", ["fused", "apart", "two"])
+def test_rotary(form, backend, rng):
+    weights = make_multihead(rng, 24, 4, 8, heads_kv=2)
+    if form == "apart":
+        weights = make_separate(rng, (24, 24, 24), 4, 2, 8, 8)
+    x, where = tokens_of(rng, 2, 13, 24), np.arange(5, 18)
+    rotation = nn.positions.Rope(8).rotation(where)
+    rotary = (rotation, rotation) if form == "two" else rotation
+    ours = nn.multihead_attention(x, weights, rotary=rotary, causal=True, backend=backend)
+    turn = turned(where, 10000.0 ** (-np.arange(4) / 4))
+    check_budget(ours, multihead_formula, x, weights, turn=turn, causal=True)
+
+
+def in_parts(x, weights, cache, sizes, key_mask, backend):
+    outs, start, rope = [], 0, nn.positions.Rope(8)
+    for size in sizes:
+        stop = start + size
+        out = nn.multihead_attention(
+            x[:, start:stop],
+            weights,
+            rotary=rope.rotation(np.arange(start, stop)),
+            cache=cache,
+            key_mask=key_mask[:, :stop],
+            backend=backend,
+        )
+        outs.append(out)
+        start = stop
+    return np.concatenate(outs, axis=1)
+
+
+@pytest.mark.parametrize("left", [None, 6])
+@pytest.mark.parametrize("sizes", [[20], [9, 11], [5, *[1] * 15]], ids=["once", "chunks", "decode"])
+def test_cache(sizes, left, backend, rng):
+    """As without it; the projections are BLAS's, whose bits depend on the number of rows."""
+    extra = tuple(tokens_of(rng, 2, 8) for _ in "kv")
+    weights = make_multihead(rng, 24, 4, 8, heads_kv=2, extra=extra)
+    x = tokens_of(rng, 3, 20, 24)
+    key_mask = np.arange(20) >= np.array([[0], [3], [1]])  # padding on the left
+    cache = nn.KVCache(2, 8, batch=(3,), left=left, reserve=4)
+    ours = in_parts(x, weights, cache, sizes, key_mask, backend)
+    rotation = nn.positions.Rope(8).rotation(np.arange(20))
+    whole = nn.multihead_attention(
+        x, weights, rotary=rotation, window=(left, 0), key_mask=key_mask, backend=backend
+    )
+    np.testing.assert_allclose(ours, whole, rtol=0, atol=2e-6)
 
 
 def test_causal_tokens_do_not_see_later_ones(backend, rng):
@@ -85,81 +211,3 @@ def test_multihead_attention_matches_torch(causal, torch, backend, rng):
         x, multihead_of(module), causal=causal, key_mask=key_mask, backend=backend
     )
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=2e-6)
-
-
-# --- errors -------------------------------------------------------------------------------------
-
-
-def multihead(qkv=(24, 8), out=(8, 8), num_heads=2, dtype=np.float32):
-    weights = nn.LinearWeights(zeros(*qkv)), nn.LinearWeights(zeros(*out, dtype=dtype))
-    return nn.MultiHeadWeights(*weights, num_heads)
-
-
-def attend(x=None, **options):
-    return nn.multihead_attention(zeros(2, 5, 8) if x is None else x, multihead(), **options)
-
-
-ERRORS = {
-    "num-heads": (
-        lambda: multihead(num_heads=0),
-        ValueError,
-        "num_heads must be at least 1, got 0",
-    ),
-    "qkv-rows": (
-        lambda: multihead(num_heads=5),
-        ValueError,
-        "qkv weight must have a multiple of 3 * num_heads = 15 rows, got shape (24, 8)",
-    ),
-    "out-shape": (
-        lambda: multihead(out=(8, 6)),
-        ValueError,
-        "out weight must have shape (8, 8) to fit qkv weight (24, 8), got (8, 6)",
-    ),
-    "out-dtype": (
-        lambda: multihead(dtype=np.float64),
-        TypeError,
-        "out weight must have the dtype of qkv weight, float32, got float64",
-    ),
-    "x-features": (
-        lambda: attend(zeros(2, 5, 9)),
-        ValueError,
-        "x must have shape (..., 8) to fit weights of shape (24, 8), got (2, 5, 9)",
-    ),
-    "x-rank": (
-        lambda: attend(zeros(8)),
-        ValueError,
-        "x must have shape (..., tokens, model_dim), got (8,)",
-    ),
-    "x-dtype": (
-        lambda: attend(zeros(2, 5, 8, dtype=np.float64)),
-        TypeError,
-        "x must have the dtype of the weights, float32, got float64",
-    ),
-    "key-mask-dtype": (
-        lambda: attend(key_mask=np.ones((2, 5), np.int64)),
-        TypeError,
-        "key_mask must be bool, got int64",
-    ),
-    "key-mask-shape": (
-        lambda: attend(key_mask=np.ones((5,), bool)),
-        ValueError,
-        "key_mask must have the shape of x without its last dimension, (2, 5), got (5,)",
-    ),
-    "backend": (
-        lambda: attend(backend="gpu"),
-        ValueError,
-        "backend must be one of",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
-def test_errors(call, error, message):
-    with pytest.raises(error) as raised:
-        call()
-    assert str(raised.value).startswith(message)
-
-
-def test_weights_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        multihead().num_heads = 4

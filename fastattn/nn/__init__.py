@@ -9,8 +9,10 @@ called with. float32 and float64; x, weights and result have one dtype.
 from . import positions
 from .activations import gelu, relu
 from .cache import KVCache
-from .linear import LinearWeights, linear
-from .multihead import MultiHeadWeights, multihead_attention
+from .linear import LinearWeights, linear, stack_linear
+from .loading import load_multihead
+from .multihead import multihead_attention, project_keys
+from .multihead_weights import MultiHeadWeights
 from .norms import LayerNormWeights, layer_norm
 from .transformer import TransformerLayerWeights, transformer_layer
 
@@ -23,8 +25,11 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear",
+    "load_multihead",
     "multihead_attention",
     "positions",
+    "project_keys",
     "relu",
+    "stack_linear",
     "transformer_layer",
 ]

@@ -9,6 +9,7 @@ from numpy.typing import DTypeLike
 
 from ..api import attention
 from ..plan import SPLIT_N
+from ..signatures import passing_keywords_to
 
 # Arguments of attention() that count keys from the first one in the array, which a cache with
 # `left` gives up.
@@ -117,6 +118,7 @@ class KVCache:
         self.seqlen += tokens
         return self.keys, self.values
 
+    @passing_keywords_to(attention)
     def attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Any:
         """Append k and v, and return attention() of q, the queries of the same tokens, to all keys.
 

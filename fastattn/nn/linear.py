@@ -27,15 +27,15 @@ def check_vector(name: str, vector: np.ndarray, size: int, dtype: np.dtype) -> N
         raise TypeError(f"{name} must have the dtype of weight, {dtype}, got {vector.dtype}")
 
 
-def check_tokens(x: np.ndarray, weight: np.ndarray) -> None:
-    """Raise unless x has the dtype and the last dimension of weight (..., features)."""
-    check_float_array("x", x)
+def check_tokens(x: np.ndarray, weight: np.ndarray, name: str = "x") -> None:
+    """Raise unless x, called `name`, has the dtype and last dimension of weight (..., features)."""
+    check_float_array(name, x)
     if x.dtype != weight.dtype:
-        raise TypeError(f"x must have the dtype of the weights, {weight.dtype}, got {x.dtype}")
+        raise TypeError(f"{name} must have the dtype of the weights, {weight.dtype}, got {x.dtype}")
     if x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
-            f"x must have shape (..., {weight.shape[-1]}) to fit weights of shape {weight.shape}, "
-            f"got {x.shape}"
+            f"{name} must have shape (..., {weight.shape[-1]}) to fit weights of shape "
+            f"{weight.shape}, got {x.shape}"
         )
 
 
@@ -84,3 +84,36 @@ def linear(x: np.ndarray, weights: LinearWeights) -> np.ndarray:
     if weights.bias is not None:
         y += weights.bias
     return y.reshape(*x.shape[:-1], out_features)
+
+
+def stack_linear(*parts: LinearWeights) -> LinearWeights:
+    """Return one map whose features are those of all parts, one after another: one product.
+
+    Parameters
+    ----------
+    parts : LinearWeights of the same in_features; those without a bias get one of zeros if others
+        have one. Copied.
+
+    Raises
+    ------
+    ValueError  other in_features
+    TypeError   dtypes that differ
+    """
+    first = parts[0].weight
+    for n, part in enumerate(parts):
+        if part.weight.shape[1] != first.shape[1]:
+            raise ValueError(
+                f"parts[{n}] must have {first.shape[1]} in_features, as parts[0], "
+                f"got shape {part.weight.shape}"
+            )
+        if part.weight.dtype != first.dtype:
+            raise TypeError(
+                f"parts[{n}] must have the dtype of parts[0], {first.dtype}, "
+                f"got {part.weight.dtype}"
+            )
+    bias = None
+    if any(part.bias is not None for part in parts):
+        zeros = (np.zeros(len(part.weight), first.dtype) for part in parts)
+        pairs = zip(parts, zeros, strict=True)
+        bias = np.concatenate([zero if part.bias is None else part.bias for part, zero in pairs])
+    return LinearWeights(np.concatenate([part.weight for part in parts]), bias)

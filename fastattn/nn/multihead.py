@@ -1,74 +1,57 @@
-"""Multi-head self-attention: one projection to q, k and v, the core, one projection back."""
+"""Multi-head attention: projections to queries, keys and values, the core, one projection back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..api import attention
+from ..api import attention, merge
+from ..signatures import passing_keywords_to
+from .cache import KVCache
 from .linear import LinearWeights, check_tokens, linear
+from .multihead_weights import MultiHeadWeights
+from .positions.rotary import Rotation
+
+Rotations = Rotation | tuple[Rotation, Rotation] | None  # of queries and keys
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MultiHeadWeights:
-    """Parameters of multihead_attention().
-
-    qkv : weight (3 * num_heads * head_dim, model_dim): the rows of q, then of k, then of v, each
-        head after head, so that one matrix product makes all three
-    out : weight (model_dim, num_heads * head_dim)
-    """
-
-    qkv: LinearWeights
-    out: LinearWeights
-    num_heads: int
-
-    def __post_init__(self) -> None:
-        if self.num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {self.num_heads}")
-        rows, model_dim = self.qkv.weight.shape
-        if rows % (3 * self.num_heads):
-            raise ValueError(
-                f"qkv weight must have a multiple of 3 * num_heads = {3 * self.num_heads} rows, "
-                f"got shape {self.qkv.weight.shape}"
-            )
-        if self.out.weight.shape != (model_dim, rows // 3):
-            raise ValueError(
-                f"out weight must have shape {(model_dim, rows // 3)} to fit qkv weight "
-                f"{self.qkv.weight.shape}, got {self.out.weight.shape}"
-            )
-        if self.out.weight.dtype != self.qkv.weight.dtype:
-            raise TypeError(
-                f"out weight must have the dtype of qkv weight, {self.qkv.weight.dtype}, "
-                f"got {self.out.weight.dtype}"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Features of one head."""
-        return self.qkv.weight.shape[0] // (3 * self.num_heads)
-
-
+@passing_keywords_to(attention, "out", "return_lse")
 def multihead_attention(
     x: np.ndarray,
     weights: MultiHeadWeights,
     *,
-    causal: bool = False,
+    keys: np.ndarray | KVCache | None = None,
+    values: np.ndarray | None = None,
+    causal: bool | None = None,
     key_mask: np.ndarray | None = None,
+    rotary: Rotations = None,
+    cache: KVCache | None = None,
     backend: str = "auto",
+    **options: Any,
 ) -> np.ndarray:
-    """Return the self-attention of the tokens of x, several heads side by side.
+    """Return the attention of the tokens of x to themselves or to others, head beside head.
 
     Parameters
     ----------
     x : (..., tokens, model_dim), dtype of the weights
     weights : MultiHeadWeights
+    keys : (..., tokens_k, features)
+        What is attended to: cross-attention. Default x: self-attention. A KVCache that holds the
+        result of project_keys() spares its projection where it is attended to again and again.
+    values : (..., tokens_k, features). Default keys.
     causal : bool
-        Token i sees tokens j <= i.
-    key_mask : (..., tokens) bool, True = may be attended: False marks padding.
+        Token i sees tokens j <= i + tokens_k - tokens. Default False, with `cache` True.
+    key_mask : (..., tokens_k) bool, True = may be attended: False marks padding.
         What padding tokens hold, NaN included, reaches no other token; their own rows of the
         result are computed like all others.
-    backend : as in fastattn.attention.
+    rotary : Rotation, by which queries and keys are turned; Rope.rotation() makes one for all
+        layers. Or two: of the queries and of the keys.
+    cache : KVCache of this layer
+        The tokens of x follow those in it, see them, and are appended. tokens_k is then
+        cache.seqlen + tokens, also for mask and bias. Whatever is raised, the cache is what it was.
+    backend : as in fastattn.attention
+    options : others of fastattn.attention: scale, window, bias, mask, alibi, score_mod, ...
 
     Returns
     -------
@@ -82,17 +65,146 @@ def multihead_attention(
     References
     ----------
     Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
+    Ainslie et al. 2023, GQA, arXiv:2305.13245: heads_kv < num_heads.
     """
-    check_tokens(x, weights.qkv.weight)
+    _check_call(x, keys, values, weights, cache, options)
+    tokens_k = x.shape[-2] + cache.seqlen if cache is not None else _tokens_of(x, keys)
+    if key_mask is not None:
+        visible = _core_mask(key_mask, (*x.shape[:-2], tokens_k))
+        options["mask"] = visible & options["mask"] if "mask" in options else visible
+    options["causal"] = cache is not None if causal is None else causal
+    options["backend"] = backend
+    if weights.sinks is not None:
+        options.setdefault("sinks", weights.sinks)
+    q, k, v = _heads_of(x, keys, values, weights, rotary)
+    mixed = np.empty((*x.shape[:-1], weights.num_heads, weights.head_dim_v), x.dtype)
+    _attend(q, k, v, weights, cache, options, mixed.swapaxes(-3, -2))
+    return linear(mixed.reshape(*x.shape[:-1], weights.out.weight.shape[1]), weights.out)
+
+
+def project_keys(
+    keys: np.ndarray,
+    weights: MultiHeadWeights,
+    *,
+    values: np.ndarray | None = None,
+    rotary: Rotation | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the keys and values of cross-attention, for KVCache.append().
+
+    Parameters
+    ----------
+    keys, values : as in multihead_attention()
+    rotary : Rotation of the keys
+
+    Returns
+    -------
+    k, v : (..., heads_kv, tokens_k, head_dim) and (..., heads_kv, tokens_k, head_dim_v)
+    """
+    check_tokens(keys, weights.k.weight, "keys")
+    heads = weights.heads_kv
+    if values is None and weights.kv is not None:  # one product for both
+        k, v = np.split(_split(linear(keys, weights.kv), 2 * heads), 2, axis=-3)
+    else:
+        values = keys if values is None else values
+        check_tokens(values, weights.v.weight, "values")
+        k, v = _split(linear(keys, weights.k), heads), _split(linear(values, weights.v), heads)
+    if rotary is not None:
+        rotary.apply(k, out=k)
+    return k, v
+
+
+def _heads_of(
+    x: np.ndarray,
+    keys: np.ndarray | KVCache | None,
+    values: np.ndarray | None,
+    weights: MultiHeadWeights,
+    rotary: Rotations,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, k and v, (..., heads, tokens, dim), turned: views of as few products as can be."""
+    heads_q, heads_k = weights.num_heads, weights.heads_kv
+    if keys is None and values is None and isinstance(weights.qkv, LinearWeights):
+        heads = _split(linear(x, weights.qkv), heads_q + 2 * heads_k)
+        if isinstance(rotary, Rotation):  # queries and keys lie side by side: one pass
+            turned = heads[..., : heads_q + heads_k, :, :]
+            rotary.apply(turned, out=turned)
+            rotary = None
+        q, k, v = np.split(heads, [heads_q, heads_q + heads_k], axis=-3)
+        if rotary is not None:
+            rotary[0].apply(q, out=q)
+            rotary[1].apply(k, out=k)
+        return q, k, v
+    of_q, of_k = (rotary, rotary) if isinstance(rotary, Rotation) else rotary or (None, None)
+    q = _split(linear(x, weights.q), heads_q)
+    if of_q is not None:
+        of_q.apply(q, out=q)
+    if isinstance(keys, KVCache):
+        return q, keys.keys, keys.values
+    return q, *project_keys(x if keys is None else keys, weights, values=values, rotary=of_k)
+
+
+def _attend(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    weights: MultiHeadWeights,
+    cache: KVCache | None,
+    options: dict[str, Any],
+    out: np.ndarray,
+) -> None:
+    """Write what the heads see to out (..., heads, tokens, head_dim_v)."""
+    attend = attention if cache is None else cache.attend
+    if weights.extra is None:
+        attend(q, k, v, out=out, **options)
+        return
+    # The extra key is one more part of the keys: no array of keys has to make room for it.
+    seen, lse = attend(q, k, v, return_lse=True, **options)
+    group = weights.num_heads // weights.heads_kv
+    extra_k, extra_v = (np.repeat(a, group, axis=0) for a in weights.extra)
+    scale = options.get("scale")
+    scale = weights.head_dim**-0.5 if scale is None else scale
+    score = np.einsum("...hnd,hd->...hn", q, extra_k * q.dtype.type(scale))
+    out[...] = merge(seen, lse, np.broadcast_to(extra_v[:, None], seen.shape), score)[0]
+
+
+def _split(y: np.ndarray, heads: int) -> np.ndarray:
+    """(..., tokens, heads * dim) as (..., heads, tokens, dim): a view, no head is copied."""
+    return y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads).swapaxes(-3, -2)
+
+
+def _tokens_of(x: np.ndarray, keys: np.ndarray | KVCache | None) -> int:
+    if isinstance(keys, KVCache):
+        return keys.keys.shape[-2]
+    return (x if keys is None else keys).shape[-2]
+
+
+def _check_call(
+    x: np.ndarray,
+    keys: np.ndarray | KVCache | None,
+    values: np.ndarray | None,
+    weights: MultiHeadWeights,
+    cache: KVCache | None,
+    options: dict[str, Any],
+) -> None:
+    check_tokens(x, weights.q.weight)
     if x.ndim < 2:
         raise ValueError(f"x must have shape (..., tokens, model_dim), got {x.shape}")
-    mask = None if key_mask is None else _core_mask(key_mask, x.shape[:-1])
-    heads = (*x.shape[:-1], weights.num_heads, weights.head_dim)
-    qkv = linear(x, weights.qkv).reshape(*x.shape[:-1], 3, *heads[-2:])
-    q, k, v = (qkv[..., i, :, :].swapaxes(-3, -2) for i in range(3))  # views: no head is copied
-    mixed = np.empty(heads, x.dtype)
-    attention(q, k, v, causal=causal, mask=mask, out=mixed.swapaxes(-3, -2), backend=backend)
-    return linear(mixed.reshape(*x.shape[:-1], heads[-2] * heads[-1]), weights.out)
+    if weights.extra is not None and options.get("dropout_p"):
+        raise ValueError("dropout_p must be 0 with an extra key, which would not be dropped")
+    if cache is not None and not (keys is None and values is None):
+        raise ValueError("cache must be None with keys or values: it holds tokens of x")
+    if isinstance(keys, KVCache):
+        if values is not None:
+            raise ValueError("values must be None where keys is a KVCache, which holds both")
+        return
+    for name, array in (("keys", keys), ("values", values)):
+        if array is None:
+            continue
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
+        if array.ndim != x.ndim or array.shape[:-2] != x.shape[:-2]:
+            raise ValueError(
+                f"{name} must have the leading dimensions of x, {x.shape}, got {array.shape}"
+            )
 
 
 def _core_mask(key_mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -105,7 +217,6 @@ def _core_mask(key_mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         raise TypeError(f"key_mask must be bool, got {key_mask.dtype}")
     if key_mask.shape != shape:
         raise ValueError(
-            f"key_mask must have the shape of x without its last dimension, {shape}, "
-            f"got {key_mask.shape}"
+            f"key_mask must have one element for each key, {shape}, got {key_mask.shape}"
         )
     return key_mask[..., None, None, :]

@@ -9,7 +9,8 @@ import numpy as np
 
 from .activations import gelu, relu
 from .linear import LinearWeights, linear
-from .multihead import MultiHeadWeights, multihead_attention
+from .multihead import multihead_attention
+from .multihead_weights import MultiHeadWeights
 from .norms import LayerNormWeights, layer_norm
 
 ACTIVATIONS: dict[str, Callable[..., np.ndarray]] = {"gelu": gelu, "relu": relu}
@@ -37,7 +38,7 @@ class TransformerLayerWeights:
             raise ValueError(
                 f"activation must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}"
             )
-        qkv = self.attention.qkv.weight
+        qkv = self.attention.q.weight
         model_dim, hidden_dim = qkv.shape[1], self.up.weight.shape[0]
         for name, weight, shape in (
             ("attention_norm", self.attention_norm.weight, (model_dim,)),
