@@ -16,8 +16,8 @@ def linear_formula(x, weights):
     return y if weights.bias is None else y + weights.bias.astype(x.dtype)
 
 
-def layer_norm_formula(x, weights):
-    mean = x.mean(axis=-1, keepdims=True)
+def norm_formula(x, weights):
+    mean = x.mean(axis=-1, keepdims=True) if isinstance(weights, nn.LayerNormWeights) else 0
     variance = ((x - mean) ** 2).mean(axis=-1, keepdims=True)
     y = (x - mean) / np.sqrt(variance + x.dtype.type(weights.eps)) * weights.weight.astype(x.dtype)
     return y if weights.bias is None else y + weights.bias.astype(x.dtype)
@@ -26,6 +26,22 @@ def layer_norm_formula(x, weights):
 def gelu_formula(x):
     erf = np.array([math.erf(value / math.sqrt(2)) for value in x.ravel().tolist()], x.dtype)
     return x * (1 + erf.reshape(x.shape)) / 2
+
+
+def gelu_tanh_formula(x):
+    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def silu_formula(x):
+    return x / (1 + np.exp(-x))
+
+
+ACTIVATION_FORMULAS = {
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": gelu_formula,
+    "gelu_tanh": gelu_tanh_formula,
+    "silu": silu_formula,
+}
 
 
 def multihead_formula(x, weights, causal=False, key_mask=None, keys=None, values=None, turn=None):
@@ -91,12 +107,21 @@ def additions(q, h, weights):
 
 
 def transformer_formula(x, weights, **options):
-    x = layer_norm_formula(
-        x + multihead_formula(x, weights.attention, **options), weights.attention_norm
-    )
-    hidden = linear_formula(x, weights.up)
-    hidden = gelu_formula(hidden) if weights.activation == "gelu" else np.maximum(hidden, 0)
-    return layer_norm_formula(x + linear_formula(hidden, weights.down), weights.mlp_norm)
+    def attended(x):
+        return multihead_formula(x, weights.attention, **options)
+
+    def processed(x):
+        hidden, activation = linear_formula(x, weights.up), ACTIVATION_FORMULAS[weights.activation]
+        if weights.gated:
+            gate, up = np.split(hidden, 2, axis=-1)
+            return linear_formula(activation(gate) * up, weights.down)
+        return linear_formula(activation(hidden), weights.down)
+
+    if weights.norm_first:
+        x = x + attended(norm_formula(x, weights.attention_norm))
+        return x + processed(norm_formula(x, weights.mlp_norm))
+    x = norm_formula(x + attended(x), weights.attention_norm)
+    return norm_formula(x + processed(x), weights.mlp_norm)
 
 
 def check_budget(ours, formula, x, *arguments, **options):
@@ -116,8 +141,10 @@ def make_linear(rng, out_features, in_features, dtype=np.float32, bias=True):
     return nn.LinearWeights(weight.astype(dtype), shift)
 
 
-def make_norm(rng, features, dtype=np.float32, bias=True, eps=1e-5):
+def make_norm(rng, features, dtype=np.float32, bias=True, eps=1e-5, rms=False):
     weight = rng.uniform(0.5, 1.5, features).astype(dtype)
+    if rms:
+        return nn.RMSNormWeights(weight, eps)
     shift = rng.standard_normal(features).astype(dtype) if bias else None
     return nn.LayerNormWeights(weight, shift, eps)
 
@@ -143,14 +170,17 @@ def make_separate(rng, dims, num_heads, heads_kv, head_dim, head_dim_v, dtype=np
     return nn.MultiHeadWeights(qkv, out, num_heads, heads_kv)
 
 
-def make_layer(rng, model_dim, num_heads, hidden_dim, dtype=np.float32, activation="gelu"):
+def make_layer(
+    rng, model_dim, num_heads, hidden_dim, dtype=np.float32, rms=False, gated=False, **options
+):
     return nn.TransformerLayerWeights(
         attention=make_multihead(rng, model_dim, num_heads, model_dim // num_heads, dtype),
-        attention_norm=make_norm(rng, model_dim, dtype),
-        up=make_linear(rng, hidden_dim, model_dim, dtype),
+        attention_norm=make_norm(rng, model_dim, dtype, rms=rms),
+        up=make_linear(rng, (1 + gated) * hidden_dim, model_dim, dtype),
         down=make_linear(rng, model_dim, hidden_dim, dtype),
-        mlp_norm=make_norm(rng, model_dim, dtype),
-        activation=activation,
+        mlp_norm=make_norm(rng, model_dim, dtype, rms=rms),
+        gated=gated,
+        **options,
     )
 
 

@@ -56,6 +56,19 @@ def test_scores_depend_on_the_distance_alone(interleaved, rng):
     np.testing.assert_allclose(scores, scores[0], rtol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_both_backends_give_the_same_bits(interleaved, dtype, rng):
+    pytest.importorskip("numba")
+    x = rng.standard_normal((2, 5, 9, 37)).astype(dtype).swapaxes(1, 2)
+    cos, sin = rng.standard_normal((2, 2, 1, 5, 15)).astype(dtype)
+    ours, numpys = (
+        apply_rotary(x, cos, sin, interleaved=interleaved, backend=backend)
+        for backend in ("cpu", "numpy")
+    )
+    np.testing.assert_array_equal(ours, numpys)
+
+
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_any_strides_and_in_place(interleaved, rng):
     """Queries and keys as they lie in the product that makes them: (tokens, heads, features)."""

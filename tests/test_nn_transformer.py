@@ -17,11 +17,19 @@ from nn_cases import (
 
 from fastattn import nn
 
+FORMS = [
+    {"activation": "gelu"},
+    {"activation": "relu"},
+    {"activation": "gelu_tanh", "norm_first": True},
+    {"activation": "silu", "norm_first": True, "gated": True, "rms": True},
+    {"activation": "gelu", "gated": True},
+]
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join([form["activation"], *form][:4]))
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_transformer_layer(activation, causal, backend, rng):
-    weights = make_layer(rng, 32, 4, 80, activation=activation)
+def test_transformer_layer(form, causal, backend, rng):
+    weights = make_layer(rng, 32, 4, 80, **form)
     x = tokens_of(rng, 3, 19, 32)
     key_mask = np.arange(19) < np.array([[19], [1], [12]])
     ours = nn.transformer_layer(x, weights, causal=causal, key_mask=key_mask, backend=backend)
@@ -60,11 +68,11 @@ def test_layer_without_tokens_is_empty(shape, rng):
 # --- against torch ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_transformer_layer_matches_torch(activation, torch, backend, rng):
-    module = torch.nn.TransformerEncoderLayer(
-        48, 6, 160, activation=activation, batch_first=True, layer_norm_eps=1e-6
-    ).eval()
+def test_transformer_layer_matches_torch(activation, norm_first, torch, backend, rng):
+    options = {"batch_first": True, "layer_norm_eps": 1e-6, "norm_first": norm_first}
+    module = torch.nn.TransformerEncoderLayer(48, 6, 160, activation=activation, **options).eval()
     for parameter in module.parameters():  # biases start at 0, norms at 1: both would hide faults
         torch.nn.init.normal_(parameter, std=0.3)
     x = tokens_of(rng, 3, 21, 48)
@@ -80,6 +88,7 @@ def test_transformer_layer_matches_torch(activation, torch, backend, rng):
         down=linear_of(module.linear2),
         mlp_norm=norm_of(module.norm2),
         activation=activation,
+        norm_first=norm_first,
     )
     ours = nn.transformer_layer(x, weights, key_mask=key_mask, backend=backend)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=4e-6)
@@ -105,7 +114,17 @@ ERRORS = {
     "activation": (
         lambda: layer(activation="swish"),
         ValueError,
-        "activation must be one of ('gelu', 'relu'), got 'swish'",
+        "activation must be one of ('relu', 'gelu', 'gelu_tanh', 'silu'), got 'swish'",
+    ),
+    "gated": (
+        lambda: layer(up=nn.LinearWeights(zeros(31, 8)), gated=True),
+        ValueError,
+        "up weight must have an even number of rows if gated, got 31",
+    ),
+    "gated-down": (
+        lambda: layer(gated=True),
+        ValueError,
+        "down weight must have shape (8, 16) to fit the weights before it, got (8, 32)",
     ),
     "attention-norm": (
         lambda: layer(attention_norm=nn.LayerNormWeights(zeros(9))),

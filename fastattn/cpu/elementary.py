@@ -1,7 +1,7 @@
-"""exp, exp2, log and tanh of a register as LLVM values: no library call, no table, no branch.
+"""exp, exp2, log, tanh, erfc of a register as LLVM values: no library call, no table, no branch.
 
-Error, in units of the last place: exp 1.1, log 0.8, tanh 2.5. Infinities, NaN, signed zeros and
-subnormal numbers come out as in NumPy.
+Error, in units of the last place: exp 1.1, log 0.8, tanh 2.5, erfc 3. Infinities, NaN, signed zeros
+and subnormal numbers come out as in NumPy.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 
+from ..normal import NORMAL_TAIL
 from .job import LOG2_E
 from .registers import FORMAT, INTEGER, call, constant, greater, less
 
@@ -124,6 +125,24 @@ def tanh(builder, x, dtype: str):
     # exp(2|x|) - 1 = scale * rest + (scale - 1): no digit is lost where |x| is small
     e = call(builder, "fma", [scale, rest, builder.fsub(scale, constant(x.type, 1.0))])
     return call(builder, "copysign", [builder.fdiv(e, builder.fadd(e, constant(x.type, 2.0))), x])
+
+
+def half_erfc(builder, a, dtype: str):
+    """LLVM value: erfc(a / sqrt(2)) / 2 for a >= 0, the chance that a normal variable is above a.
+
+    See NORMAL_TAIL for the formula. a must be finite.
+    """
+    pole, _, coefficients = NORMAL_TAIL[dtype]
+    factor = builder.fdiv(constant(a.type, 1.0), builder.fadd(a, constant(a.type, pole)))
+    u = builder.fmul(builder.fsub(a, constant(a.type, pole)), factor)
+    smooth = builder.fmul(_polynomial(builder, u, coefficients), factor)
+    # a * a / 2 in two parts: alone, its rounding would cost a * a / 2 units of the last place.
+    half = builder.fmul(a, constant(a.type, -0.5))
+    high = builder.fmul(half, a)
+    low = call(builder, "fma", [half, a, builder.fneg(high)])
+    power = exp(builder, high, dtype)
+    power = call(builder, "fma", [power, low, power])
+    return builder.fmul(smooth, power)
 
 
 def log(builder, x, dtype: str):

@@ -96,6 +96,43 @@ def store_vector(builder, pointer, index, value) -> None:
     builder.store(value, place, align=element_bytes(value.type))
 
 
+def load_some(builder, pointer, index, count, other):
+    """LLVM value: the first `count` (int64) elements at pointer[index:], then the lanes of other.
+    Memory past them is not read.
+    """
+    vector = other.type
+    mask = _first(builder, count, vector.count)
+    place = builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+    kind = ir.FunctionType(vector, [place.type, I32, mask.type, vector])
+    function = _masked(builder, "load", kind, vector)
+    return builder.call(function, [place, _alignment(vector), mask, other])
+
+
+def store_some(builder, pointer, index, count, value) -> None:
+    """Write the first `count` (int64) lanes to pointer[index:]."""
+    mask = _first(builder, count, value.type.count)
+    place = builder.bitcast(builder.gep(pointer, [index]), value.type.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [value.type, place.type, I32, mask.type])
+    function = _masked(builder, "store", kind, value.type)
+    builder.call(function, [value, place, _alignment(value.type), mask])
+
+
+def _first(builder, count, lanes: int):
+    """LLVM value: lane < count, as the bits that masked accesses want."""
+    steps = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
+    return builder.icmp_signed("<", steps, broadcast(builder, builder.trunc(count, I32), lanes))
+
+
+def _masked(builder, access: str, kind: ir.FunctionType, vector: ir.VectorType):
+    suffix = {4: "f32", 8: "f64"}[element_bytes(vector)]
+    name = f"llvm.masked.{access}.v{vector.count}{suffix}.p0"
+    return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
+def _alignment(vector: ir.VectorType) -> ir.Constant:
+    return ir.Constant(I32, element_bytes(vector))
+
+
 def element_bytes(vector: ir.VectorType) -> int:
     """Size of one lane."""
     sizes = {ir.FloatType(): 4, ir.DoubleType(): 8, ir.HalfType(): 2}

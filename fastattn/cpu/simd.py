@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .elementary import exp2, tanh
+from .elementary import exp, exp2, half_erfc, tanh
 from .registers import (
     I32,
     NUMBA,
@@ -22,7 +22,9 @@ from .registers import (
     from_storage,
     greater,
     less,
+    load_some,
     load_vector,
+    store_some,
     store_vector,
     to_storage,
 )
@@ -40,7 +42,9 @@ def operations(dtype: str, lanes: int) -> SimpleNamespace:
 
 
 def _memory(made) -> None:
-    """load, store: unaligned. loader, storer (storage): with conversion to and from others."""
+    """load, store: unaligned. loader, storer (storage): with conversion to and from others.
+    load_some, store_some: of the first lanes only, other lanes given or left alone.
+    """
     register = made.register
 
     def loader(storage: str):
@@ -80,13 +84,29 @@ def _memory(made) -> None:
 
         return register.of("bool")(pointer, types.int64), codegen
 
+    @intrinsic
+    def load_first(typingctx, pointer, index, count, other):
+        def codegen(context, builder, sig, args):
+            return load_some(builder, *args)
+
+        return register(pointer, types.int64, types.int64, register), codegen
+
+    @intrinsic
+    def store_first(typingctx, pointer, index, count, value):
+        def codegen(context, builder, sig, args):
+            store_some(builder, *args)
+            return context.get_dummy_value()
+
+        return types.void(pointer, types.int64, types.int64, register), codegen
+
+    made.load_some, made.store_some = load_first, store_first
     made.loader, made.storer, made.load_bytes = loader, storer, load_bytes
     made.load, made.store = loader(register.dtype), storer(register.dtype)
 
 
 def _lanes(made) -> None:
-    """splat: a scalar in every lane. iota: start, start + 1, ... reduce_max, reduce_add: over the
-    lanes.
+    """splat: a scalar in every lane. iota: start, start + 1, ... shuffle (places): those
+    lanes of x and, behind them, y.    reduce_max, reduce_add: over the lanes.
     """
     register, integer = made.register, made.register.of("int")
     scalar = NUMBA[register.dtype]
@@ -107,6 +127,17 @@ def _lanes(made) -> None:
             return builder.add(broadcast(builder, first, register.lanes), steps)
 
         return integer(types.int64), codegen
+
+    def shuffle(places: list[int]):
+        @intrinsic
+        def pick(typingctx, x, y):
+            def codegen(context, builder, sig, args):
+                index = ir.Constant(ir.VectorType(I32, register.lanes), places)
+                return builder.shuffle_vector(*args, index)
+
+            return register(register, register), codegen
+
+        return pick
 
     def reduction(combine):
         """Halve the register until one lane is left: a fixed order, so the same bits everywhere."""
@@ -131,14 +162,14 @@ def _lanes(made) -> None:
 
         return reduce
 
-    made.splat, made.iota = splat, iota
+    made.splat, made.iota, made.shuffle = splat, iota, shuffle
     made.reduce_max, made.reduce_add = reduction(greater), reduction(lambda b, x, y: b.fadd(x, y))
 
 
 def _arithmetic_operations(made) -> None:
     """fma(x, y, z) = x * y + z with one rounding; vmax, vmin (y where either is NaN); number_min
     (the other where one is NaN);
-    fabs, exp2, tanh.
+    fabs, sqrt, exp, exp2, tanh; half_erfc of a >= 0.
     """
     register = made.register
 
@@ -157,6 +188,9 @@ def _arithmetic_operations(made) -> None:
     made.vmax, made.vmin = elementwise(2, greater), elementwise(2, less)
     made.number_min = elementwise(2, lambda b, x, y: call(b, "minnum", [x, y]))
     made.fabs = elementwise(1, lambda b, x: call(b, "fabs", [x]))
+    made.sqrt = elementwise(1, lambda b, x: call(b, "sqrt", [x]))
+    made.exp = elementwise(1, lambda b, x: exp(b, x, made.dtype))
+    made.half_erfc = elementwise(1, lambda b, a: half_erfc(b, a, made.dtype))
     made.exp2 = elementwise(1, lambda b, x: exp2(b, x, made.dtype))
     made.tanh = elementwise(1, lambda b, x: tanh(b, x, made.dtype))
 

@@ -1,4 +1,4 @@
-"""Layers around the core: projections, heads, normalisation and the per-token network, in NumPy.
+"""Layers around the core: projections, heads, normalisation and the per-token network.
 
 Tokens are rows: x is (..., tokens, model_dim). Weight matrices are (out_features, in_features), as
 torch and checkpoint files store them, so that a layer computes x @ weight.T + bias. The parameters
@@ -7,13 +7,13 @@ called with. float32 and float64; x, weights and result have one dtype.
 """
 
 from . import positions
-from .activations import gelu, relu
+from .activations import activate, gelu, gelu_tanh, relu, silu
 from .cache import KVCache
 from .linear import LinearWeights, linear, stack_linear
 from .loading import load_multihead
 from .multihead import multihead_attention, project_keys
 from .multihead_weights import MultiHeadWeights
-from .norms import LayerNormWeights, layer_norm
+from .norms import LayerNormWeights, RMSNormWeights, add_norm, layer_norm, rms_norm
 from .transformer import TransformerLayerWeights, transformer_layer
 
 __all__ = [
@@ -21,8 +21,12 @@ __all__ = [
     "LayerNormWeights",
     "LinearWeights",
     "MultiHeadWeights",
+    "RMSNormWeights",
     "TransformerLayerWeights",
+    "activate",
+    "add_norm",
     "gelu",
+    "gelu_tanh",
     "layer_norm",
     "linear",
     "load_multihead",
@@ -30,6 +34,8 @@ __all__ = [
     "positions",
     "project_keys",
     "relu",
+    "rms_norm",
+    "silu",
     "stack_linear",
     "transformer_layer",
 ]

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from numpy.polynomial import Chebyshev, Polynomial
 
-from .linear import check_float_array
+from ..normal import NORMAL_TAIL
+from .compiled import compiled
+from .linear import check_float_array, check_like, check_vector
 
-BLOCK = 16384  # elements per step: five float32 rows stay in L2, and calls cost little beside them
-POLE = (
-    2.5  # t = z / (z + POLE) takes [0, inf) to [0, 1); 2.5 needs the fewest terms for both dtypes
-)
-DEGREE = {np.dtype(np.float32): 9, np.dtype(np.float64): 20}  # more terms gain no more digits
-UNDERFLOW = {np.dtype(np.float32): 10.3, np.dtype(np.float64): 27.3}  # exp(-z * z) is 0 from here
-FIT_END = 26.0  # math.erfc is subnormal from 26.5, math.exp(z * z) infinite from 26.7
+BLOCK = 16384  # elements per step in NumPy: some float32 rows stay in L2, and calls cost little
+# np.maximum is one instruction an element, as a kernel of ours: worth its call on two threads only.
+RELU_ALONE = 262144
 
 
-def relu(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Return max(x, 0), NaN where x is NaN. out may be x itself."""
-    return np.maximum(x, 0, out=out)
-
-
-def gelu(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Return x * Phi(x), Phi the distribution function of the standard normal: the erf form.
+def activate(
+    name: str,
+    x: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    up: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    backend: str = "auto",
+) -> np.ndarray:
+    """Return f(x + bias) * up in one pass, f being the activation of this name.
 
     Parameters
     ----------
-    x : float32 or float64, any shape
-    out : array like x, written in place; may be x itself.
+    name : "relu", "gelu" (the erf form), "gelu_tanh" or "silu"
+    x : (..., features) float32 or float64, any strides
+    bias : (features,), dtype of x. Default 0.
+    up : array like x. Default 1. With it, these are the gated forms: SwiGLU for silu.
+    out : array like x, written in place; may be x or up.
+    backend : "auto", "numpy" or "cpu", as in fastattn.attention
 
     Returns
     -------
@@ -38,79 +43,139 @@ def gelu(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 
     Raises
     ------
-    ValueError  out has another shape
-    TypeError   x or out has another dtype
+    ValueError   an unknown name; shapes that do not fit together
+    TypeError    dtypes that differ or are not supported
+    ImportError  backend="cpu" and no compiler is installed
 
     Notes
     -----
-    gelu(x) = max(x, 0) - |x| erfc(z) / 2 at z = |x| / sqrt(2), and
-    erfc(z) = exp(-z²) h / (z + POLE) with a polynomial for the smooth factor h. So nothing cancels
-    in the negative tail, where x * (1 + erf(x / sqrt(2))) / 2 loses all its digits. Relative error
-    for x > -1: below 2 float32 eps (24 float64 eps); further down x² eps more, from exp.
+    Relative error of f: at most 4 eps of the dtype, also far out where it is almost 0, as long as
+    the exact value is a normal number. x**2 eps more for gelu_tanh, from the rounding of its cubic,
+    and in NumPy for gelu.
 
     References
     ----------
-    Hendrycks and Gimpel 2016, Gaussian Error Linear Units, arXiv:1606.08415.
+    Hendrycks and Gimpel 2016, Gaussian Error Linear Units, arXiv:1606.08415: gelu, gelu_tanh, silu.
+    Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202.
     """
+    check_activation("name", name)
     check_float_array("x", x)
+    if bias is not None:
+        check_vector("bias", bias, x.shape[-1] if x.ndim else 1, x.dtype, "x")
+    for argument, array in (("up", up), ("out", out)):
+        if array is not None:
+            check_like(argument, array, "x", x)
+    fresh = out is None
     out = np.empty_like(x) if out is None else out
-    if out.shape != x.shape:
-        raise ValueError(f"out must have the shape of x, {x.shape}, got {out.shape}")
-    if out.dtype != x.dtype:
-        raise TypeError(f"out must have the dtype of x, {x.dtype}, got {out.dtype}")
-    scratch = np.empty((3, BLOCK), x.dtype)
-    blocks = np.nditer(
-        [x, out],
-        flags=["external_loop", "buffered", "zerosize_ok"],
-        op_flags=[["readonly"], ["writeonly"]],
-        buffersize=BLOCK,
-    )
-    with blocks, np.errstate(under="ignore"):
-        for x_block, out_block in blocks:
-            _gelu_block(x_block, out_block, scratch[:, : x_block.size])
+    alone = name == "relu" and bias is up is None and x.size < RELU_ALONE
+    run = compiled(name, x.dtype, "numpy" if alone and backend == "auto" else backend)
+    if run is None:
+        _activate_in_numpy(name, x, bias, up, out)
+    else:
+        run(name, *(_with_axis(a) for a in (out, x, bias, up)), fresh=fresh)
     return out
 
 
-def _gelu_block(x: np.ndarray, out: np.ndarray, scratch: np.ndarray) -> None:
-    """gelu of one block (n,). scratch (3, n) is overwritten; out may be x."""
-    z, t, tail = scratch
-    coefficients = _tail_polynomial(x.dtype)
-    np.abs(x, out=z)
-    z *= math.sqrt(0.5)
-    np.minimum(z, UNDERFLOW[x.dtype], out=z)  # also keeps inf / inf out; NaN passes
-    np.add(z, POLE, out=t)
-    np.divide(z, t, out=t)
-    np.multiply(t, coefficients[-1], out=tail)
-    for coefficient in coefficients[-2:0:-1]:
-        tail += coefficient
-        tail *= t
-    tail += coefficients[0]
-    tail *= t  # |x| erfc(z) / 2 but for the exponential
-    np.multiply(z, z, out=z)
-    np.negative(z, out=z)
-    tail *= np.exp(z, out=z)
-    np.maximum(x, 0, out=out)
-    out -= tail
+def relu(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "auto") -> np.ndarray:
+    """Return max(x, 0), NaN where x is NaN. Arguments and errors as in activate()."""
+    return activate("relu", x, out=out, backend=backend)
 
 
-@cache
-def _tail_polynomial(dtype: np.dtype) -> np.ndarray:
-    """Coefficients (terms, 1) in t, constant term first, of sqrt(1/2) exp(z²) erfc(z) (z + POLE).
+def gelu(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "auto") -> np.ndarray:
+    """Return x Phi(x), Phi the distribution function of the standard normal: the erf form.
 
-    From Chebyshev interpolation over the z that the dtype needs; none is larger than 5. A column,
-    because NumPy takes an array of one element 0.5 µs faster than a Python float.
+    Arguments and errors as in activate(). It is max(x, 0) - |x| Phi(-|x|), so that nothing cancels
+    in the negative tail, where x * (1 + erf(x / sqrt(2))) / 2 loses all its digits.
     """
-
-    def smooth_factor(t: np.ndarray) -> np.ndarray:
-        z = POLE * t / (1 - t)
-        return np.array([math.sqrt(0.5) * _scaled_erfc(zi) * (zi + POLE) for zi in z])
-
-    end = min(UNDERFLOW[dtype], FIT_END)
-    fit = Chebyshev.interpolate(smooth_factor, DEGREE[dtype], domain=[0, end / (end + POLE)])
-    return fit.convert(kind=Polynomial).coef.astype(dtype)[:, None]
+    return activate("gelu", x, out=out, backend=backend)
 
 
-def _scaled_erfc(z: float) -> float:
-    """exp(z²) * erfc(z), with z² split so that the exponential does not blow up its rounding."""
-    head = float(np.float32(z))  # its square is exact
-    return math.exp(head * head) * math.exp((z - head) * (z + head)) * math.erfc(z)
+def gelu_tanh(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "auto") -> np.ndarray:
+    """Return x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))) / 2: GPT-2's form of gelu.
+
+    Arguments and errors as in activate().
+    """
+    return activate("gelu_tanh", x, out=out, backend=backend)
+
+
+def silu(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "auto") -> np.ndarray:
+    """Return x / (1 + exp(-x)), also called swish. Arguments and errors as in activate()."""
+    return activate("silu", x, out=out, backend=backend)
+
+
+def check_activation(argument: str, name: str) -> None:
+    """Raise ValueError unless `name` is one of ACTIVATIONS."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{argument} must be one of {tuple(ACTIVATIONS)}, got {name!r}")
+
+
+def _with_axis(array: np.ndarray | None) -> np.ndarray | None:
+    return array if array is None or array.ndim else array.reshape(1)
+
+
+def _activate_in_numpy(
+    name: str, x: np.ndarray, bias: np.ndarray | None, up: np.ndarray | None, out: np.ndarray
+) -> None:
+    x = x if bias is None else x + bias
+    inputs = [x] if up is None else [x, up]
+    access: Any = [["writeonly"], *[["readonly"]] * len(inputs)]
+    flags: Any = ["external_loop", "buffered", "zerosize_ok", "copy_if_overlap"]
+    blocks = np.nditer([out, *inputs], flags=flags, op_flags=access, buffersize=BLOCK)
+    # A value that leaves the range on its way to 0 is no event.
+    with blocks, np.errstate(under="ignore", over="ignore"):
+        for out_block, x_block, *up_block in blocks:
+            value = ACTIVATIONS[name](x_block)
+            for factor in up_block:
+                value *= factor
+            out_block[...] = value
+
+
+def _relu(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0)
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return _weighted(x, x)
+
+
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
+    # (1 + tanh(t / 2)) / 2 = 1 / (1 + exp(-t)), which keeps its digits where tanh is near -1
+    return _weighted(x, math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
+
+
+def _weighted(x: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """x / (1 + exp(-t)), t of the sign of x. By exp(-|t|), so that nothing overflows."""
+    e = np.abs(t)
+    np.exp(np.negative(e, out=e), out=e)
+    x = np.maximum(x, np.finfo(x.dtype).min)  # else -inf * 0
+    x *= np.where(x < 0, e, 1)
+    e += 1
+    return np.divide(x, e, out=e)
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    pole, end, coefficients = NORMAL_TAIL[x.dtype.name]
+    a = np.abs(x)
+    np.minimum(a, end, out=a)  # keeps NaN
+    factor = 1 / (a + x.dtype.type(pole))
+    u = a - x.dtype.type(pole)
+    u *= factor
+    tail = u * x.dtype.type(coefficients[-1])
+    for coefficient in coefficients[-2:0:-1]:
+        tail += x.dtype.type(coefficient)
+        tail *= u
+    tail += x.dtype.type(coefficients[0])
+    tail *= factor
+    tail *= a
+    a *= a
+    a *= -0.5
+    tail *= np.exp(a, out=a)
+    return np.subtract(np.maximum(x, 0), tail, out=tail)
+
+
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "relu": _relu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": _silu,
+}

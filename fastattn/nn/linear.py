@@ -18,13 +18,25 @@ def check_float_array(name: str, array: np.ndarray) -> None:
         raise TypeError(f"{name} must be float32 or float64, got {array.dtype}")
 
 
-def check_vector(name: str, vector: np.ndarray, size: int, dtype: np.dtype) -> None:
-    """Raise unless vector is (size,) of the given dtype."""
+def check_vector(
+    name: str, vector: np.ndarray, size: int, dtype: np.dtype, to: str = "weight"
+) -> None:
+    """Raise unless vector is (size,) of the given dtype, those of the argument `to`."""
     check_float_array(name, vector)
     if vector.shape != (size,):
-        raise ValueError(f"{name} must have shape {(size,)} to fit weight, got {vector.shape}")
+        raise ValueError(f"{name} must have shape {(size,)} to fit {to}, got {vector.shape}")
     if vector.dtype != dtype:
-        raise TypeError(f"{name} must have the dtype of weight, {dtype}, got {vector.dtype}")
+        raise TypeError(f"{name} must have the dtype of {to}, {dtype}, got {vector.dtype}")
+
+
+def check_like(name: str, array: np.ndarray, to: str, model: np.ndarray) -> None:
+    """Raise unless array has the shape and dtype of model, the argument `to`."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
+    if array.shape != model.shape:
+        raise ValueError(f"{name} must have the shape of {to}, {model.shape}, got {array.shape}")
+    if array.dtype != model.dtype:
+        raise TypeError(f"{name} must have the dtype of {to}, {model.dtype}, got {array.dtype}")
 
 
 def check_tokens(x: np.ndarray, weight: np.ndarray, name: str = "x") -> None:

@@ -1,48 +1,56 @@
-"""The transformer layer in its original, post-norm form."""
+"""The transformer layer, post-norm and pre-norm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .activations import gelu, relu
+from .activations import activate, check_activation
 from .linear import LinearWeights, linear
 from .multihead import multihead_attention
 from .multihead_weights import MultiHeadWeights
-from .norms import LayerNormWeights, layer_norm
-
-ACTIVATIONS: dict[str, Callable[..., np.ndarray]] = {"gelu": gelu, "relu": relu}
+from .norms import NormWeights, add_norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransformerLayerWeights:
     """Parameters of transformer_layer().
 
-    attention, attention_norm : of the attention and of the normalisation after it
-    up, down : weights (hidden_dim, model_dim) and (model_dim, hidden_dim) of the per-token network
-    mlp_norm : of the normalisation after it
-    activation : "gelu" (the erf form) or "relu"
+    attention, attention_norm : of the attention and of its normalisation
+    up, down : weights (hidden_dim, model_dim) and (model_dim, hidden_dim) of the per-token network.
+        If gated, up has 2 * hidden_dim rows, those of the gate first: the network is
+        down(f(gate(x)) * up(x)).
+    mlp_norm : of its normalisation. Each norm is a LayerNormWeights or an RMSNormWeights.
+    activation : "gelu" (the erf form), "gelu_tanh", "relu" or "silu"
+    gated : bool
+    norm_first : bool
+        Pre-norm, x + f(norm(x)), in place of the original post-norm, norm(x + f(x)).
     """
 
     attention: MultiHeadWeights
-    attention_norm: LayerNormWeights
+    attention_norm: NormWeights
     up: LinearWeights
     down: LinearWeights
-    mlp_norm: LayerNormWeights
+    mlp_norm: NormWeights
     activation: str = "gelu"
+    gated: bool = False
+    norm_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {tuple(ACTIVATIONS)}, got {self.activation!r}"
-            )
+        check_activation("activation", self.activation)
         qkv = self.attention.q.weight
         model_dim, hidden_dim = qkv.shape[1], self.up.weight.shape[0]
+        if self.gated:
+            if hidden_dim % 2:
+                raise ValueError(
+                    f"up weight must have an even number of rows if gated, got {hidden_dim}"
+                )
+            hidden_dim //= 2
         for name, weight, shape in (
             ("attention_norm", self.attention_norm.weight, (model_dim,)),
-            ("up", self.up.weight, (hidden_dim, model_dim)),
+            ("up", self.up.weight, (self.up.weight.shape[0], model_dim)),
             ("down", self.down.weight, (model_dim, hidden_dim)),
             ("mlp_norm", self.mlp_norm.weight, (model_dim,)),
         ):
@@ -59,22 +67,19 @@ class TransformerLayerWeights:
 
 
 def transformer_layer(
-    x: np.ndarray,
-    weights: TransformerLayerWeights,
-    *,
-    causal: bool = False,
-    key_mask: np.ndarray | None = None,
-    backend: str = "auto",
+    x: np.ndarray, weights: TransformerLayerWeights, *, backend: str = "auto", **attention: Any
 ) -> np.ndarray:
-    """Return one post-norm transformer layer of x.
+    """Return one transformer layer of x.
 
-    Attention, add, LayerNorm, per-token network, add, LayerNorm.
+    Post-norm: attention, add, norm, per-token network, add, norm. Pre-norm: norm, attention, add,
+    norm, per-token network, add.
 
     Parameters
     ----------
     x : (..., tokens, model_dim), dtype of the weights
     weights : TransformerLayerWeights
-    causal, key_mask, backend : as in multihead_attention
+    backend : "auto", "numpy" or "cpu", as in fastattn.attention
+    **attention : causal, key_mask and the other keywords of multihead_attention
 
     Returns
     -------
@@ -82,19 +87,35 @@ def transformer_layer(
 
     Raises
     ------
-    ValueError  shapes that do not fit together
-    TypeError   dtypes that differ or are not supported
+    ValueError   shapes that do not fit together
+    TypeError    dtypes that differ or are not supported
+    ImportError  backend="cpu" and no compiler is installed
 
     References
     ----------
-    Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762, section 3.1.
+    Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762, section 3.1: post-norm.
+    Xiong et al. 2020, On Layer Normalization in the Transformer Architecture, arXiv:2002.04745:
+    pre-norm.
     Prince 2023, Understanding Deep Learning, section 12.4.
     """
-    y = multihead_attention(x, weights.attention, causal=causal, key_mask=key_mask, backend=backend)
-    y += x
-    attended = layer_norm(y, weights.attention_norm, out=y)
-    hidden = linear(attended, weights.up)
-    ACTIVATIONS[weights.activation](hidden, out=hidden)
-    y = linear(hidden, weights.down)
-    y += attended
-    return layer_norm(y, weights.mlp_norm, out=y)
+    attention_norm, mlp_norm, down = weights.attention_norm, weights.mlp_norm, weights.down
+    if not weights.norm_first:
+        y = multihead_attention(x, weights.attention, backend=backend, **attention)
+        x = add_norm(y, attention_norm, residual=x, out=y, backend=backend)
+        y = linear(_hidden(x, weights, backend), LinearWeights(down.weight))
+        return add_norm(y, mlp_norm, bias=down.bias, residual=x, out=y, backend=backend)
+    y = add_norm(x, attention_norm, backend=backend)
+    y = multihead_attention(y, weights.attention, backend=backend, **attention)
+    normed = add_norm(y, mlp_norm, residual=x, total=y, backend=backend)
+    y += linear(_hidden(normed, weights, backend), down)
+    return y
+
+
+def _hidden(x: np.ndarray, weights: TransformerLayerWeights, backend: str) -> np.ndarray:
+    """The hidden units of the per-token network, (..., tokens, hidden_dim)."""
+    name, bias = weights.activation, weights.up.bias
+    if not weights.gated:
+        hidden = linear(x, LinearWeights(weights.up.weight))
+        return activate(name, hidden, bias=bias, out=hidden, backend=backend)
+    gate, up = np.split(linear(x, weights.up), 2, axis=-1)
+    return activate(name, gate, up=up, backend=backend)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..compiled import compiled
 from ..linear import check_float_array
 
 
@@ -34,6 +35,7 @@ def apply_rotary(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     out: np.ndarray | None = None,
+    backend: str = "auto",
 ) -> np.ndarray:
     """Return x with each pair (x1, x2) turned: (x1 cos - x2 sin, x2 cos + x1 sin).
 
@@ -49,6 +51,7 @@ def apply_rotary(
     rotary_dim : int. The first features of x, which are turned; the others stay as they are.
         Default, and only possible value: twice the width of cos. Say it to have it checked.
     out : array like x, written in place; may be x itself, else must not overlap it.
+    backend : "auto", "numpy" or "cpu", as in fastattn.attention. Both give the same bits.
 
     Returns
     -------
@@ -56,18 +59,25 @@ def apply_rotary(
 
     Raises
     ------
-    ValueError  shapes that do not fit together
-    TypeError   dtypes that differ
+    ValueError   shapes that do not fit together
+    TypeError    dtypes that differ
+    ImportError  backend="cpu" and no compiler is installed
 
     References
     ----------
     Su et al. 2021, RoFormer, arXiv:2104.09864, equation 34.
     """
     rotary_dim = _check_rotary(x, cos, sin, rotary_dim)
+    fresh = out is None
     if out is None:
         out = np.empty(x.shape, x.dtype)
     else:
         _check_out(x, out)
+    function = "rotary_interleaved" if interleaved else "rotary_halves"
+    run = compiled(function, x.dtype, backend)
+    if run is not None:
+        run(function, out, x, cos, sin, pairs=rotary_dim // 2, fresh=fresh)
+        return out
     x1, x2 = _pairs(x, rotary_dim, interleaved)
     out1, out2 = _pairs(out, rotary_dim, interleaved)
     turned1, turned2 = x1 * cos, x2 * cos

@@ -1,0 +1,124 @@
+"""Activations, norms and rotations over the rows of arrays, compiled: threads, and the only caller
+of the kernels of elementwise_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, addressof, c_char, c_int64
+from typing import NamedTuple
+
+import numpy as np
+
+from ..machine import VectorUnit
+from . import compile, threads
+from .elementwise_job import OPERANDS, WRITTEN, layout_of, pack
+
+ITEMS_PER_CALL = 1024  # a kernel then returns, within 20 ms, to let Python act
+# Fewer are faster on one thread: waking another costs about 10 us.
+ELEMENTS_PER_THREAD = 131072
+NO_MORE = 1 << 62  # a counter past every item
+NAMES = {4: "float32", 8: "float64"}  # dtype.name takes 2 us
+
+
+def unavailable(function: str, dtype: str) -> str:
+    """Why this function cannot be had here, in one line; "" if it can."""
+    return compile.unavailable(("elementwise", function, dtype))
+
+
+def kernel(function: str, dtype: str) -> compile.Kernel:
+    """A compiled kernel. Its module, and Numba with it, is imported only if it must be compiled."""
+
+    def build(unit: VectorUnit):
+        from .elementwise_kernels import elementwise_kernel
+
+        return elementwise_kernel(function, dtype, unit)
+
+    return compile.kernel(("elementwise", function, dtype), build)
+
+
+def run(
+    function: str,
+    out: np.ndarray,
+    *inputs: np.ndarray | None,
+    eps: float = 0.0,
+    pairs: int = 0,
+    fresh: bool = False,
+) -> None:
+    """Write out.
+
+    inputs  in the order of OPERANDS, None where absent; like out, float32 or float64 of the native
+            byte order and all of one dtype, of any strides
+    fresh   what is written was made for this call; else it may lie on inputs
+    """
+    if not out.size:
+        return
+    arrays = (out, *inputs)
+    forms = [None if a is None else (a.shape, a.strides) for a in inputs]
+    layout = layout_of(function, out.itemsize, (out.shape, out.strides), *forms)
+    if layout is None or not (fresh or _disjoint(function, arrays)):
+        _run_on_copies(function, out, inputs, eps, pairs)
+        return
+    addresses = [0 if a is None else _address(a) for a in arrays]
+    job = pack(eps, pairs, addresses, layout)
+    share = _Share(kernel(function, NAMES[out.itemsize]), job, arrays)
+    num_threads = min(threads.get_num_threads(), out.size // ELEMENTS_PER_THREAD)
+    if num_threads > 1:
+        threads.run_on_threads(share.work, num_threads)
+    else:
+        share.work()
+
+
+class _Share(NamedTuple):
+    """A kernel's job and the memory it reaches, which lives as long as a thread works on it."""
+
+    kernel: compile.Kernel
+    job: Array
+    arrays: Sequence[np.ndarray | None]
+
+    def work(self) -> None:
+        """Do what is left of the job."""
+        try:
+            while self.kernel(addressof(self.job), 0, ITEMS_PER_CALL):
+                pass
+        except BaseException:  # an interrupt: the other threads need not finish the job
+            c_int64.from_buffer(self.job).value = NO_MORE
+            raise
+
+
+def _address(array: np.ndarray) -> int:
+    try:  # a third of the time of what always works
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # read-only, or not contiguous
+        return array.__array_interface__["data"][0]
+
+
+def _disjoint(function: str, arrays: Sequence[np.ndarray | None]) -> bool:
+    """Whether what is written holds nothing that is read, but for arrays that are the same."""
+    present = [a for a in arrays if a is not None]
+    return not any(
+        np.may_share_memory(a, written) and not _same(a, written)
+        for name, written in zip(OPERANDS[function], arrays, strict=True)
+        if name in WRITTEN and written is not None
+        for a in present
+    )
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a is b or (a.shape == b.shape and a.strides == b.strides and _address(a) == _address(b))
+
+
+def _run_on_copies(
+    function: str, out: np.ndarray, inputs: Sequence[np.ndarray | None], eps: float, pairs: int
+) -> None:
+    """run(), for arrays in any disorder."""
+    lead = out.shape[:-1]
+    copies = [
+        None if a is None else np.broadcast_to(a, (*lead, a.shape[-1])).copy() for a in inputs
+    ]
+    new = np.empty_like(out, order="C")
+    run(function, new, *copies, eps=eps, pairs=pairs, fresh=True)
+    names = OPERANDS[function]
+    for name, array, copy in zip(names, (out, *inputs), (new, *copies), strict=True):
+        if name in WRITTEN and array is not None:
+            array[...] = copy
