@@ -133,16 +133,41 @@ def at_page_end(a):
     page, size = mmap.PAGESIZE, -(-a.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     room = mmap.mmap(-1, size + page)
     bytes_ = np.frombuffer(room, np.uint8)
-    change = ctypes.CDLL(None, use_errno=True).mprotect
-    change.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     last = bytes_.ctypes.data + size
-    assert change(last, page, 0) == 0
+    _protect(last, page, 0)
     copy = bytes_[size - a.nbytes : size].view(a.dtype).reshape(a.shape)
     copy[...] = a
     try:
         yield copy
     finally:
-        change(last, page, mmap.PROT_READ | mmap.PROT_WRITE)
+        _protect(last, page, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+@contextmanager
+def unreadable(a, hidden):
+    """A copy of an array, of whole pages; those that hold nothing but `hidden` elements cannot be
+    read: who tries is killed.
+    """
+    room = mmap.mmap(-1, a.nbytes)
+    bytes_ = np.frombuffer(room, np.uint8)
+    copy = bytes_.view(a.dtype).reshape(a.shape)
+    copy[...] = a
+    per_page = mmap.PAGESIZE // a.itemsize
+    pages = np.broadcast_to(hidden, a.shape).reshape(-1, per_page).all(axis=1)
+    places = bytes_.ctypes.data + mmap.PAGESIZE * np.flatnonzero(pages)
+    for place in places.tolist():
+        _protect(place, mmap.PAGESIZE, 0)
+    try:
+        yield copy
+    finally:
+        for place in places.tolist():
+            _protect(place, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _protect(place, size, rights):
+    change = ctypes.CDLL(None, use_errno=True).mprotect
+    change.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert change(place, size, rights) == 0
 
 
 def survives(function):

@@ -14,6 +14,7 @@ from processes import PACKAGE, SMALL, fresh, start
 
 import fastattn
 from fastattn.cpu import compile
+from fastattn.cpu.cache import cache_folder
 
 pytest.importorskip("numba")
 
@@ -139,6 +140,50 @@ def test_new_arrays_compile_nothing(monkeypatch):
             fastattn.attention(wide[:, ::2, ::-1], wide[:, ::2], wide.swapaxes(0, 1)[:2, :2])
             fastattn.attention(wide[:, :1, :1], wide[:, :1].repeat(8, 2), wide[:, :1].repeat(8, 2))
             fastattn.attention(one, one, one, return_lse=True, out=np.empty_like(one))
+
+
+EVERYTHING = """
+import json, sys
+import numpy as np
+import fastattn
+from fastattn.cpu import compile
+compiled = []
+translate = compile.translate
+compile.translate = lambda function: compiled.append(function) or translate(function)
+rng = np.random.default_rng(0)
+variants = [
+    {{}},
+    {{"causal": True, "window": (9, 3), "chunk": 20, "scale": 2.0}},
+    {{"mask": rng.random((70, 300)) < 0.5}},
+    {{"bias": rng.random(300), "softcap": 3.0}},
+    {{"alibi": rng.random(4), "sinks": rng.random(4), "return_lse": True}},
+    {{"q_len": [70, 3], "kv_len": [9, 200], "kv_start": 5, "align": [1, 2]}},
+    {{"dropout_p": 0.3, "bias": rng.random((4, 70, 300)).astype("f2"), "window": (50, None)}},
+]
+if {dtype!r} == "bfloat16":
+    import ml_dtypes
+q, k = (rng.standard_normal((2, 4, n, 24)).astype({dtype!r}) for n in (70, 300))
+few, many = (rng.standard_normal((1, 1, n, 64)).astype({dtype!r}) for n in (1, 20_000))
+with fastattn.num_threads(2):
+    for flags in variants:
+        fastattn.attention(q, k[:, :2], k[:, :2], **flags, backend="cpu")
+    fastattn.attention(few, many, many, backend="cpu")
+    assert fastattn.explain(few, many, many).num_splits > 1
+    packed = [a[0].swapaxes(0, 1) for a in (q, k, k)]
+    fastattn.attention_varlen(*packed, [0, 3, 70], [0, 300, 300], backend="cpu")
+print(json.dumps([len(compiled), "numba" in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_warm_process_compiles_no_built_in_variant(dtype, tmp_path):
+    """Two kernels are all that a dtype needs; here the cache that other tests fill is used."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    folder, code = cache_folder() or tmp_path, EVERYTHING.format(dtype=dtype)
+    first, _ = fresh(code, folder)
+    assert first <= 2
+    assert fresh(code, folder) == [0, False]
 
 
 def test_kernel_that_fails_names_itself():

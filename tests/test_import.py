@@ -30,7 +30,7 @@ def fresh(code, *flags):
 
 
 def test_import_loads_no_compiler():
-    heavy = ("numba", "llvmlite", "torch", "scipy", "jax")
+    heavy = ("numba", "llvmlite", "torch", "scipy", "jax", "ml_dtypes", "matplotlib", "rich")
     code = f"import sys, fastattn; print([m for m in {heavy} if m in sys.modules])"
     assert fresh(code, "-W", "error") == "[]"
 
@@ -43,6 +43,22 @@ fastattn.attention(q, q, q, causal=True, backend="numpy")
 print("numba" in sys.modules, "llvmlite" in sys.modules)
 """
     assert fresh(code, "-W", "error") == "False False"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["torch", "fastattn"])
+def test_torch_may_be_imported_before_or_after(first):
+    """Two OpenMP runtimes in one process crash: fastattn brings none."""
+    pytest.importorskip("torch")
+    code = f"""
+import numpy, {first}, fastattn
+q = numpy.ones((4, 300, 64), numpy.float32)
+one = fastattn.attention(q, q, q, causal=True)
+import torch
+both = torch.ones(500, 500) @ torch.ones(500, 500)
+print(fastattn.attention(q, q, q, causal=True).tobytes() == one.tobytes(), both[0, 0].item())
+"""
+    assert fresh(code, "-W", "error") == "True 500.0"
 
 
 def test_import_time_is_a_fraction_of_numpys():

@@ -230,7 +230,13 @@ def test_neighbours_in_the_batch_do_not_matter(case, backend):
         assert_same(backend, case, found, (out[slot], lse[slot]))
 
 
-@pytest.mark.parametrize("case", SAME_BITS, ids=str)
+WITH_DROPOUT = [
+    Case("bits", 70, 1500, 24, batch=3, heads_q=4, heads_kv=2, dropout_p=0.3, sinks=True),
+    Case("bits", 1, 5000, 32, heads_q=4, heads_kv=1, dropout_p=0.3, bias="h1k", dtype="float16"),
+]
+
+
+@pytest.mark.parametrize("case", SAME_BITS + WITH_DROPOUT, ids=str)
 def test_number_of_threads_does_not_matter(case, backend):
     expected = attend(backend, *case.arrays(), **case.flags())
     for threads in (1, 2, 3, 7):

@@ -70,6 +70,28 @@ def test_packed_members_equal_a_padded_batch(how, dtype, backend, rng):
         assert_close((out[rows].swapaxes(0, 1), lse[:, rows]), pair, atol)
 
 
+@pytest.mark.parametrize("how", sorted(set(FLAGS) - {"dropout"}))
+def test_packed_members_have_the_bits_of_a_call_of_their_own(how, backend, rng):
+    """On numpy nearly: BLAS chooses its kernel by size."""
+    q, k, v, edges_q, edges_k = packed(rng)
+    out, lse = fastattn.attention_varlen(
+        q, k, v, edges_q, edges_k, **FLAGS[how], return_lse=True, backend=backend
+    )
+    for b in range(len(LENGTHS_Q)):
+        rows, keys = slice(*edges_q[b : b + 2]), slice(*edges_k[b : b + 2])
+        each = {"alibi": 2, "align": 1, "kv_len": 1, "kv_start": 1}
+        flags = {
+            name: value[b] if np.ndim(value) == each.get(name) else value
+            for name, value in FLAGS[how].items()
+        }
+        alone = (a.swapaxes(0, 1) for a in (q[rows], k[keys], v[keys]))
+        expected, expected_lse = attend(backend, *alone, **flags)
+        found = out[rows].swapaxes(0, 1), lse[:, rows]
+        for a, b in zip(found, (expected, expected_lse), strict=True):
+            atol = 2e-6 if backend == "numpy" else 0
+            np.testing.assert_allclose(a, b, rtol=atol, atol=atol)
+
+
 def padded_to(a, edges):
     """Return (batch, heads, longest, dim), NaN where there is nothing."""
     longest = np.diff(edges).max()
