@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -38,6 +39,32 @@ def vector_unit(architecture: str, features: frozenset[str]) -> VectorUnit | Non
     if {"avx512f", "avx512vl", "avx512dq", "avx512bw"} <= features:
         return AVX512
     return AVX2 if {"avx2", "fma"} <= features else None
+
+
+# Machines with a name to compile for, and what a CPU must have to be one, in LLVM's words.
+_V3 = frozenset({"avx2", "fma", "bmi", "bmi2", "f16c", "lzcnt", "movbe"})
+TARGETS = {
+    "x86-64-v3": _V3,
+    "x86-64-v4": _V3 | {"avx512f", "avx512vl", "avx512dq", "avx512bw", "avx512cd"},
+    "aarch64": frozenset({"neon"}),
+}
+
+
+@lru_cache(maxsize=1)
+def listed_features() -> frozenset[str]:
+    """What Linux says that the CPU can do, in LLVM's words; empty under other systems and on
+    processors that are in no TARGETS.
+    """
+    if sys.platform != "linux" or sys.maxsize < 1 << 32:
+        return frozenset()
+    architecture = os.uname().machine
+    if architecture == "aarch64":
+        return frozenset({"neon"})  # no such processor lacks it
+    flags = re.search(r"^flags\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    if architecture != "x86_64" or flags is None:
+        return frozenset()
+    others = {"bmi1": "bmi", "abm": "lzcnt"}  # Linux's names: LLVM's
+    return frozenset(others.get(flag, flag) for flag in flags[1].split())
 
 
 def _read(path: str) -> str:

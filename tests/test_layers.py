@@ -47,7 +47,8 @@ LAYERS = [
     "cpu.elementary cpu.memory",
     "cpu.registers cpu.threads cpu.compile mods block_mask",
     "derivative",
-    "trace cpu.cache",
+    "trace cpu.prebuilt",
+    "cpu.cache cpu.image",
     "cpu cpu.job cpu.elementwise_job dropout machine problem signatures normal",
     "modifier",
 ]

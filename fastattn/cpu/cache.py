@@ -11,9 +11,7 @@ import logging
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Hashable
-from importlib import metadata
 from pathlib import Path
 
 log = logging.getLogger("fastattn")
@@ -47,6 +45,8 @@ def entry_path(folder: Path, key: Hashable, target: Hashable) -> Path:
 
 
 def _version(package: str) -> str:
+    from importlib import metadata  # here, as it costs 10 ms and prebuilt kernels need none
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -142,6 +142,8 @@ def write_entry(path: Path, entry: str, code: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file such that readers see the old one or the new one, never a part."""
+    import tempfile
+
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:

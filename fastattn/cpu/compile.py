@@ -9,7 +9,6 @@ code in the cache never imports it. Every kernel has one C signature, `int64 ker
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import os
@@ -18,36 +17,16 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from ..machine import VectorUnit, vector_unit
-from . import cache
-
-# int32 status f(int64 *result, void **error, void *job, void *scratch, int64 quota): Numba's own
-# calling convention.
-ENTRY = ctypes.CFUNCTYPE(
-    ctypes.c_int32,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-)
-# What FASTATTN_TARGET may name, and what the host must have for it, in LLVM's words.
-_V3 = {"avx2", "fma", "bmi", "bmi2", "f16c", "lzcnt", "movbe"}
-TARGETS = {
-    "x86-64-v3": _V3,
-    "x86-64-v4": _V3 | {"avx512f", "avx512vl", "avx512dq", "avx512bw", "avx512cd"},
-    "aarch64": {"neon"},
-}
+from ..machine import TARGETS, VectorUnit, vector_unit
+from . import cache, prebuilt
+from .image import Kernel, call_at
 
 # A helper of more instructions than this (as Numba writes them) stays a function. Copied into its
 # callers, and those into theirs, the block and tile kernels would be compiled twice (3.0 -> 1.8 s);
 # smaller ones are called for each row, where a call would show.
 LARGE = 900
 UNITS = "AVX2 with FMA, AVX-512 or NEON registers"
-
-Kernel = Callable[[int, int, int], int]  # (job address, scratch address, quota) -> work items left
 
 
 @dataclass(frozen=True)
@@ -63,10 +42,12 @@ class Target:
         """Its vector registers; None if it has none that kernels can use."""
         architecture = self.triple.partition("-")[0]
         if self.features:
-            has = {word[1:] for word in self.features.split(",") if word[0] == "+"}
+            words = self.features.split(",")
+            has = frozenset(word[1:] for word in words if word[0] == "+")
         else:
-            has = {"neon"} if architecture in ("aarch64", "arm64") else TARGETS.get(self.cpu, set())
-        return vector_unit(architecture, frozenset(has))
+            arm = architecture in ("aarch64", "arm64")
+            has = TARGETS["aarch64"] if arm else TARGETS.get(self.cpu, frozenset())
+        return vector_unit(architecture, has)
 
 
 @functools.cache
@@ -87,7 +68,10 @@ def host_target() -> Target:
     features = llvm.get_host_cpu_features()
     name = os.environ.get("FASTATTN_TARGET", "")
     if not name:
-        return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten())
+        found = Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten())
+        listed = prebuilt.host_name()
+        # A system may deny its programs registers that the CPU has.
+        return named_target(listed) if listed and found.unit != host_unit() else found
     if name not in TARGETS:
         raise ValueError(f"FASTATTN_TARGET must be one of {tuple(TARGETS)}, got {name!r}")
     missing = sorted(f for f in TARGETS[name] if not features.get(f))
@@ -117,6 +101,8 @@ def unavailable(key: Hashable) -> str:
     """Why this kernel cannot be had here, in one line; "" if it can. Imports Numba only if it must
     compile.
     """
+    if prebuilt.load(key):
+        return ""
     problem = _import_problem("llvmlite.binding")
     if problem:
         return problem
@@ -143,7 +129,6 @@ def _import_problem(module: str) -> str:
 
 _loaded: dict[Hashable, Kernel] = {}
 _lock = threading.RLock()
-_engines: list[Any] = []  # keep the machine code alive
 if hasattr(os, "register_at_fork"):
     # A child forked amid another thread's compilation would wait for it for ever. Its parent waits.
     os.register_at_fork(
@@ -152,8 +137,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def kernel(key: Hashable, build: Callable[[VectorUnit], Callable]) -> Kernel:
-    """The compiled kernel of this key: from this process, from the cache, or from build(unit)
-    through Numba.
+    """The compiled kernel of this key: from this process, from the package, from the cache, or from
+    build(unit) through Numba.
 
     key   names the kernel and every constant that build() closes over; its repr must be stable
     build returns the Python function, written for Numba; called only if nothing is cached
@@ -163,13 +148,17 @@ def kernel(key: Hashable, build: Callable[[VectorUnit], Callable]) -> Kernel:
         return found
     with _lock:
         if key not in _loaded:
-            target = host_target()
-            entry = cache.find(key, target)
-            if entry is None:
-                entry = compile_object(build(vector_unit_of(target)), target)
-                cache.keep(key, target, *entry)
-            _loaded[key] = _load(*entry, str(key))
+            _loaded[key] = prebuilt.load(key) or _cached_or_compiled(key, build)
         return _loaded[key]
+
+
+def _cached_or_compiled(key: Hashable, build: Callable[[VectorUnit], Callable]) -> Kernel:
+    target = host_target()
+    entry = cache.find(key, target)
+    if entry is None:
+        entry = compile_object(build(vector_unit_of(target)), target)
+        cache.keep(key, target, *entry)
+    return _load(*entry, str(key))
 
 
 def store(
@@ -188,6 +177,13 @@ def store(
     if cache.read_entry(path) is None:
         cache.write_entry(path, *compile_object(build(vector_unit_of(target)), target))
     return path
+
+
+def host_unit() -> VectorUnit:
+    """The vector registers that kernels use here. Needs no LLVM where the system lists them."""
+    name = prebuilt.host_name()
+    unit = vector_unit(name, TARGETS[name]) if name else None
+    return unit or vector_unit_of(host_target())
 
 
 def vector_unit_of(target: Target) -> VectorUnit:
@@ -220,6 +216,8 @@ def _translating_only() -> Iterator[None]:
     The lock keeps other threads' compilations out meanwhile. The target context is made before, so
     that what the user compiles later is as Numba would have made it.
     """
+    from unittest import mock  # here, as it costs a warm process 30 ms
+
     from numba import config
     from numba.core import codegen
     from numba.core.compiler_lock import global_compiler_lock
@@ -250,6 +248,33 @@ def compile_object(function: Callable, target: Target) -> tuple[str, bytes]:
     return entry, machine.emit_object(module)
 
 
+def _memset() -> str:
+    """IR of a memset(), which LLVM calls where a loop stores one value: kernels bring their own, so
+    that they need nothing from outside.
+    """
+    from llvmlite import ir
+
+    byte, integer = ir.IntType(8), ir.IntType(64)
+    module = ir.Module()
+    signature = ir.FunctionType(byte.as_pointer(), (byte.as_pointer(), ir.IntType(32), integer))
+    function = ir.Function(module, signature, "memset")
+    to, value, count = function.args
+    start, loop, end = map(function.append_basic_block, ("start", "loop", "end"))
+    builder = ir.IRBuilder(start)
+    value = builder.trunc(value, byte)
+    builder.cbranch(builder.icmp_unsigned("==", count, integer(0)), end, loop)
+    builder.position_at_end(loop)
+    i = builder.phi(integer)
+    builder.store(value, builder.gep(to, [i], inbounds=True))
+    after = builder.add(i, integer(1))
+    i.add_incoming(integer(0), start)
+    i.add_incoming(after, loop)
+    builder.cbranch(builder.icmp_unsigned("<", after, count), loop, end)
+    builder.position_at_end(end)
+    builder.ret(to)
+    return str(module)
+
+
 def optimise(ir: str, entry: str, target: Target) -> tuple[Any, Any]:
     """(target machine, optimised module) with all but the entry internal."""
     llvm = _llvm()
@@ -260,10 +285,11 @@ def optimise(ir: str, entry: str, target: Target) -> tuple[Any, Any]:
         cpu=target.cpu, features=target.features, opt=3, reloc="pic", codemodel="small"
     )
     module = llvm.parse_assembly(ir)
+    module.link_in(llvm.parse_assembly(_memset()))
     # The wrapper that Numba made for Python becomes internal, unused, and vanishes with what it
     # refers to.
     for function in module.functions:
-        if not function.is_declaration and function.name != entry:
+        if not function.is_declaration and function.name not in (entry, "memset"):
             function.linkage = "internal"
             if sum(len(list(block.instructions)) for block in function.blocks) > LARGE:
                 function.add_function_attribute("noinline")
@@ -287,15 +313,4 @@ def _load(entry: str, code: bytes, name: str) -> Kernel:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine, use_lmm=True)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    call = ENTRY(engine.get_function_address(entry))
-    _engines.append(engine)
-
-    def run(job: int, scratch: int, quota: int) -> int:
-        result = ctypes.c_int64()
-        error = ctypes.c_void_p()
-        status = call(ctypes.addressof(result), ctypes.addressof(error), job, scratch, quota)
-        if status:
-            raise RuntimeError(f"kernel {name} failed with status {status}")
-        return result.value
-
-    return run
+    return call_at(engine.get_function_address(entry), name, engine)

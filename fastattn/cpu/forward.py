@@ -183,7 +183,8 @@ def key_block(variant: Variant, unit: VectorUnit):
             values, panel_n = at(panels, block_n * head_dim), block_n
             unsafe = pack_values(v, v_row, v_col, keys, block_n, head_dim_v, values)
 
-        for m in range(0, count, mc):
+        for step in range((count + mc - 1) // mc):
+            m = step * mc
             here = min(mc, count - m)
             top = (row + m) // group + item[OFFSET_IN_KEYS]
             bottom = (row + m + here - 1) // group + item[OFFSET_IN_KEYS]
@@ -298,8 +299,10 @@ def work_item(variant: Variant, unit: VectorUnit):
     @jit
     def key_range(job, item, start, stop, q_rows, acc, row_max, row_sum, panels, s):
         """See the key blocks of [start, stop), start a multiple of block_n, in order."""
-        for n in range(start, stop, field(job, "block_n")):
+        n = start
+        while n < stop:  # a range whose step may be 0 would bring an exception's data with it
             see_keys(job, item, n, q_rows, acc, row_max, row_sum, panels, s)
+            n += field(job, "block_n")
 
     @jit
     def run(job, number, scratch):
@@ -329,9 +332,9 @@ def work_item(variant: Variant, unit: VectorUnit):
         start = start // block_n * block_n
         end = min((start // split_n + 1) * split_n, stop)
         key_range(job, item, start, end, q_rows, acc, row_max, row_sum, panels, s)
-        for n in range(end, stop, split_n):
+        while end < stop:
+            n, end = end, min(end + split_n, stop)
             clear(later, later_max, later_sum, count, acc_stride)
-            end = min(n + split_n, stop)
             key_range(job, item, n, end, q_rows, later, later_max, later_sum, panels, s)
             for m in range(count):
                 place = m * acc_stride

@@ -90,7 +90,7 @@ class _Prepared:
 def _prepare(plan: Plan) -> _Prepared:
     problem, variant = plan.problem, plan.problem.variant
     itemsize = np.dtype(variant.dtype).itemsize
-    lanes = compile.vector_unit_of(compile.host_target()).lanes(itemsize)
+    lanes = compile.host_unit().lanes(itemsize)
     acc_stride = -(-problem.head_dim_v // lanes) * lanes
     # Not a power of two, whose rows would fall into the same sets of the cache.
     s_stride = plan.block_n + lanes

@@ -1,0 +1,166 @@
+"""The wheel, built from the source distribution: what is in it, and that it needs no compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import emulated
+import numpy as np
+import pytest
+from cases import CASES
+from processes import fresh
+from test_attention import assert_fits
+
+import fastattn
+from fastattn.cpu import prebuilt, run
+from fastattn.machine import TARGETS, listed_features
+
+pytest.importorskip("numba")
+ROOT = Path(__file__).parent.parent
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="no source tree"),
+]
+runnable = [name for name, needed in TARGETS.items() if needed <= listed_features()]
+here = pytest.mark.skipif(not runnable, reason="no images run on this system")
+
+BUILD = "import sys, fastattn_build; print(fastattn_build.build_sdist(sys.argv[1]))"
+NOT_SOURCES = (".*", "build", "dist", "*.egg-info", "__pycache__", "results")
+PIP = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel's file, built from the source distribution of a copy of the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("FASTATTN_")}
+    environment["PYTHONPATH"] = str(ROOT / "building")
+    command = [sys.executable, "-c", BUILD, str(folder)]
+    subprocess.run(command, cwd=folder / "tree", env=environment, check=True)
+    (sources,) = folder.glob("*.tar.gz")
+    del environment["PYTHONPATH"]
+    command = [*PIP, "--wheel-dir", str(folder), str(sources)]
+    subprocess.run(command, cwd=folder, env=environment, check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder that holds what the wheel does."""
+    folder = tmp_path_factory.mktemp("installed")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(installed, tmp_path):
+    """A copy of it that a test may spoil."""
+    return Path(shutil.copytree(installed, tmp_path / "copy"))
+
+
+def test_wheel_is_small_and_whole(wheel):
+    assert wheel.name == f"fastattn-{fastattn.__version__}-py3-none-any.whl"
+    assert wheel.stat().st_size < 1 << 20
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastattn").rglob("*.py")}
+    images = [name for name in names if name.endswith(".img")]
+    assert len(images) == len(TARGETS) * len(run.built_in_kernels())
+    others = {name for name in names if ".dist-info/" not in name} - set(images)
+    assert others == sources | {"fastattn/py.typed"}
+
+
+def test_wheel_has_every_kernel_of_every_target(installed):
+    folder = installed / "fastattn" / "cpu" / "prebuilt"
+    for target in TARGETS:
+        for key in run.built_in_kernels():
+            assert prebuilt.image_path(folder, key, target).exists()
+
+
+CALL = """
+import json, sys, time
+sys.modules["numba"] = sys.modules["llvmlite"] = None
+import numpy as np
+q = np.ones((1, 8, 256, 64), np.float32)
+start, spent = time.perf_counter(), time.process_time()
+import fastattn
+out = fastattn.attention(q, q, q)
+took = min(time.perf_counter() - start, time.process_time() - spent)
+plan = fastattn.explain(q, q, q)
+print(json.dumps([bool((out == 1).all()), plan.backend, dict(plan.rejected).get("cpu", ""), took]))
+"""
+
+
+@here
+@pytest.mark.parametrize("target", [None, *runnable])
+def test_first_call_needs_no_compiler(installed, tmp_path, target):
+    cache = tmp_path / "cache"
+    where = {"PYTHONPATH": installed, "FASTATTN_TARGET": target}
+    fresh(CALL, cache, **where)  # writes the bytecode, as pip does
+    *answer, took = fresh(CALL, cache, **where)
+    assert answer == [True, "cpu", ""]
+    assert took <= 0.2
+    assert not cache.exists()
+
+
+@here
+def test_edited_sources_do_not_run_prebuilt_kernels(copy, tmp_path):
+    with (copy / "fastattn" / "cpu" / "simd.py").open("a") as file:
+        file.write("# edited\n")
+    right, backend, why, _ = fresh(CALL, tmp_path / "cache", PYTHONPATH=copy)
+    assert (right, backend) == (True, "numpy")
+    assert why.startswith("llvmlite")
+
+
+@here
+def test_damaged_kernels_do_not_run(copy, tmp_path):
+    for path in copy.rglob("*.img"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    right, backend, why, _ = fresh(CALL, tmp_path / "cache", PYTHONPATH=copy)
+    assert (right, backend) == (True, "numpy")
+    assert why.startswith("llvmlite")
+
+
+@here
+@pytest.mark.parametrize("target", runnable)
+def test_every_case_on_this_machine(installed, tmp_path, target):
+    """The tests of attention, without a compiler."""
+    (tmp_path / "numba.py").write_text("raise ModuleNotFoundError(name='numba')")
+    (tmp_path / "llvmlite.py").write_text("raise ModuleNotFoundError(name='llvmlite')")
+    path = os.pathsep.join([str(tmp_path), str(installed)])
+    environment = {**os.environ, "PYTHONPATH": path, "FASTATTN_TARGET": target}
+    command = [sys.executable, "-c", "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"]
+    command += [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(ROOT),
+        "-c",
+        str(ROOT / "pyproject.toml"),
+    ]
+    command += ["--backend", "cpu", str(ROOT / "tests" / "test_attention.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+    assert "backend cpu:" not in done.stdout, "skipped"
+
+
+def test_cases_on_arm(installed):
+    """In an emulator: one case of each kind."""
+    with emulated.everywhere(installed / "fastattn" / "cpu" / "prebuilt"):
+        for case in CASES[::4]:
+            q, k, v = case.arrays()
+            out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+            _, lse = fastattn.attention(
+                q, k, v, **case.flags(), return_lse=True, out=out, backend="cpu"
+            )
+            assert_fits(case, out, lse)
