@@ -18,7 +18,7 @@ TARGETS = {
     "x86-64-v3": compile.Target(X86, "x86-64-v3", ""),
     "x86-64-v4": compile.Target(X86, "x86-64-v4", ""),
     "neoverse-v1": compile.Target(ARM, "neoverse-v1", ""),
-    "aarch64": compile.Target(ARM, "generic", ""),
+    "aarch64": compile.Target(ARM, compile.named_target("aarch64").cpu, ""),
 }
 on_each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 floats = pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -85,6 +85,30 @@ def test_vector_unit(architecture, features, nbytes):
     assert (unit.nbytes if unit else None) == nbytes
 
 
+def test_system_that_denies_registers(monkeypatch):
+    """LLVM asks the processor; what the system lists decides."""
+    if compile.prebuilt.host_name() != "x86-64-v4":
+        pytest.skip("no AVX-512 here")
+    monkeypatch.setattr(compile.prebuilt, "host_name", lambda: "x86-64-v3")
+    assert compile.host_unit().nbytes == 32
+    assert compile.host_target.__wrapped__() == compile.named_target("x86-64-v3")
+
+
+def test_arm_is_compiled_for_by_name(monkeypatch):
+    """For newer processors LLVM's schedule needs more registers than there are."""
+    arm = compile.named_target("aarch64")
+    monkeypatch.setattr(compile._llvm(), "get_process_triple", lambda: "arm64-apple-darwin24")
+    monkeypatch.setattr(compile._llvm(), "get_host_cpu_features", lambda: Features())
+    assert compile.host_target.__wrapped__().cpu == arm.cpu
+
+
+class Features(dict):
+    """What LLVM says of an Apple processor: nothing."""
+
+    def flatten(self):
+        return ""
+
+
 def test_cpu_without_registers_for_kernels(monkeypatch):
     old = compile.Target("x86_64-unknown-linux-gnu", "core2", "+sse3,-avx")
     monkeypatch.setattr(compile, "host_target", lambda: old)
