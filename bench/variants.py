@@ -19,7 +19,7 @@ from rich.table import Table
 import fastattn
 from fastattn import mods
 from fastattn.benchmark import record, summary
-from fastattn.benchmark.contest import calls_per_sample, sample
+from fastattn.benchmark.contest import paired
 from fastattn.commands import terminal
 from fastattn.machine import default_num_threads
 
@@ -164,14 +164,10 @@ def as_dtype(name: str) -> np.dtype:
 
 
 def measure(variant: VariantCase, rounds: int) -> dict[str, Any]:
-    """{"plain", "seconds": [per round], ...}: the two take turns, and turns at going first."""
-    runs = dict(zip(("plain", "seconds"), calls(variant), strict=True))
-    counts = {name: calls_per_sample(run) for name, run in runs.items()}
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        for name in sorted(runs, reverse=turn % 2 == 1):
-            samples[name].append(sample(runs[name], counts[name]))
-    return {"share": variant.share, "target": variant.target, **samples}
+    """{"share", "target", "plain" and "seconds": [per round]}."""
+    plain, seconds = paired(*calls(variant), rounds)
+    kept = {"share": variant.share, "target": variant.target}
+    return {**kept, "plain": plain, "seconds": seconds}
 
 
 def table(results: dict[int, dict[str, dict]]) -> Table:

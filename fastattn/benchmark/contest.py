@@ -92,3 +92,19 @@ def sample(run: Callable[[], Any], calls: int) -> float:
     seconds = time.perf_counter() - start
     gc.enable()
     return seconds / calls
+
+
+def paired(
+    first: Callable[[], Any], second: Callable[[], Any], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of each of two calls in every round: they take turns, and turns at going first.
+
+    For two ways through fastattn, which share their threads: nobody has to fall asleep between.
+    """
+    runs = (first, second)
+    calls = [calls_per_sample(run) for run in runs]
+    samples: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds):
+        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            samples[which].append(sample(runs[which], calls[which]))
+    return samples
