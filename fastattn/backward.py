@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from .check_backward import (
     sum_to,
 )
 from .plan import plan_backward
-from .problem import Gradients, Operands, Problem
+from .problem import Gradients, Operands, Plan, Problem
 from .signatures import passing_keywords_to
 
 if TYPE_CHECKING:
@@ -167,13 +168,22 @@ def attention_varlen_backward(
 def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str) -> None:
     """Plan and run. Where there are no scores, the zeros stay."""
     chosen = plan_backward(problem, backend)
-    # Here, and not at the top: importing fastattn loads no backend.
-    from . import gradients as reference
-
     if problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k:
-        reference.run(chosen, problem, operands, gradients)
+        _launcher(chosen.backend)(chosen, problem, operands, gradients)
     if gradients.dsinks is not None:
-        reference.add_sinks(operands, gradients)
+        from .gradients import add_sinks
+
+        add_sinks(operands, gradients)
+
+
+@cache
+def _launcher(backend: str) -> Callable[[Plan, Problem, Operands, Gradients], None]:
+    """Import and return one backend's run()."""
+    if backend == "cpu":
+        from .cpu.run_backward import run
+    else:
+        from .gradients import run
+    return run
 
 
 def _wanted(dbias: bool, dsinks: bool, dalibi: bool) -> tuple[str, ...]:

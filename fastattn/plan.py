@@ -19,6 +19,7 @@ BLOCK_M = 384
 MC = 48  # rows whose scores are held at once
 # Work below this is faster on one thread: waking another costs about 10 us.
 FLOP_PER_THREAD = 2_000_000
+SLOWER = "slower: its scores and probabilities go through memory"
 
 
 def plan(problem: Problem, backend: str = "auto") -> Plan:
@@ -34,20 +35,32 @@ def plan(problem: Problem, backend: str = "auto") -> Plan:
 
 @lru_cache(maxsize=1024)
 def _plan(problem: Problem, backend: str, num_threads: int) -> Plan:
+    # Here, and not at the top: asking for a kernel loads the compiler's run-time part.
+    from .cpu.run import unavailable
+
+    return _choose(problem, backend, num_threads, unavailable, _cpu_plan)
+
+
+def _choose(
+    problem: Problem,
+    backend: str,
+    num_threads: int,
+    unavailable: Callable[[Variant], str],
+    cpu_plan: Callable[[Problem, str, int], Plan],
+) -> Plan:
+    """Return the plan of the backend that is asked for, or of the one that is best."""
     if backend == "numpy":
         return _numpy_plan(
             problem, "asked for by name", "backend='numpy' was asked for", num_threads
         )
-    # Here, and not at the top: asking for a kernel loads the compiler's run-time part.
     from .cpu.cache import folder_or_reason
-    from .cpu.run import can_split, unavailable
 
     why_not = unavailable(problem.variant)
     if not why_not:
         reason = (
             "asked for by name" if backend == "cpu" else "the compiled kernel is the fastest here"
         )
-        chosen = _cpu_plan(problem, reason, num_threads, can_split)
+        chosen = cpu_plan(problem, reason, num_threads)
         _, not_kept = folder_or_reason()
         note = f"every process compiles its kernels anew: {not_kept}"
         return replace(chosen, notes=(note,)) if not_kept else chosen
@@ -59,19 +72,39 @@ def _plan(problem: Problem, backend: str, num_threads: int) -> Plan:
 
 
 def plan_backward(problem: Problem, backend: str = "auto") -> Plan:
-    """Return how the gradients of `problem` will be computed. Only "auto" falls back.
+    """Return how the gradients of `problem` will be computed. Errors are those of plan()."""
+    return _plan_backward(problem, backend, get_num_threads())
 
-    Raises
-    ------
-    NotImplementedError  backend="cpu"
+
+@lru_cache(maxsize=1024)
+def _plan_backward(problem: Problem, backend: str, num_threads: int) -> Plan:
+    from .cpu.run_backward import unavailable
+
+    return _choose(problem, backend, num_threads, unavailable, _cpu_plan_backward)
+
+
+def _cpu_plan_backward(problem: Problem, reason: str, num_threads: int) -> Plan:
+    block_m, block_n = blocks_backward(problem)
+    threads = max(1, min(num_threads, problem.flop // FLOP_PER_THREAD))
+    items = problem.batch * problem.heads_kv * -(-problem.seqlen_k // block_n)
+    return Plan(
+        backend="cpu",
+        problem=problem,
+        reason=reason,
+        rejected=(("numpy", SLOWER),),
+        block_m=block_m,
+        block_n=block_n,
+        num_threads=min(threads, max(items, 1)),
+        work_items=items,
+    )
+
+
+def blocks_backward(problem: Problem) -> tuple[int, int]:
+    """(rows, keys) of a block of the gradients, of the dtype and head_dim alone.
+
+    Multiples of every register tile: of 14 and 6 rows, of 32, 16 and 8 columns.
     """
-    if backend == "cpu":
-        raise NotImplementedError(
-            "backend='cpu' has no gradients yet. backend='auto' falls back to NumPy."
-        )
-    why_not = "it has no gradients yet"
-    reason = "asked for by name" if backend == "numpy" else "the only one with gradients"
-    return _numpy_plan(problem, reason, why_not, get_num_threads())
+    return (112, 224)
 
 
 def _numpy_plan(problem: Problem, reason: str, why_not_cpu: str, num_threads: int) -> Plan:
@@ -86,9 +119,9 @@ def _numpy_plan(problem: Problem, reason: str, why_not_cpu: str, num_threads: in
     )
 
 
-def _cpu_plan(
-    problem: Problem, reason: str, num_threads: int, can_split: Callable[[Variant], bool]
-) -> Plan:
+def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
+    from .cpu.run import can_split
+
     heads = problem.batch * problem.heads_kv
     rows = problem.group * problem.seqlen_q
     threads = max(1, min(num_threads, problem.flop // FLOP_PER_THREAD))
@@ -103,7 +136,7 @@ def _cpu_plan(
         backend="cpu",
         problem=problem,
         reason=reason,
-        rejected=(("numpy", "slower: its scores and probabilities go through memory"),),
+        rejected=(("numpy", SLOWER),),
         block_m=block_m,
         block_n=BLOCK_N[problem.variant.dtype],
         num_threads=min(threads, blocks * num_splits),

@@ -78,14 +78,14 @@ def wrapped(body):
     return kernel
 
 
-def product_loop(target, dtype):
+def product_loop(target, dtype, transposed=False):
     """Assembly lines of the register tile's loop."""
     from fastattn.cpu.memory import pointer_to
     from fastattn.cpu.microkernel import product, tile_shape
     from fastattn.cpu.registers import ITEMSIZE, jit
 
     real, (mr, nv) = pointer_to(dtype), tile_shape(target.unit)
-    tile = product(dtype, target.unit.lanes(ITEMSIZE[dtype]), mr, nv)
+    tile = product(dtype, target.unit.lanes(ITEMSIZE[dtype]), mr, nv, transposed)
 
     @jit
     def body(job):
@@ -97,11 +97,12 @@ def product_loop(target, dtype):
 
 @on_each_target
 @floats
-def test_tile_is_fused_multiply_adds_without_spills(target, dtype):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tile_is_fused_multiply_adds_without_spills(target, dtype, transposed):
     from fastattn.cpu.microkernel import tile_shape
 
     mr, nv = tile_shape(target.unit)
-    loop = product_loop(target, dtype)
+    loop = product_loop(target, dtype, transposed)
     assert count(fused(target, dtype), loop) == mr * nv
     assert not on_stack(loop)
     # Beyond them: nv loads, a broadcast and perhaps a pointer a row, and the loop's end.

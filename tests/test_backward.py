@@ -18,12 +18,6 @@ F4 = np.float32
 OTHERS = ("bias", "sinks", "alibi")
 
 
-@pytest.fixture(autouse=True)
-def only_where_there_are_gradients(request):
-    if "backend" in request.fixturenames and request.getfixturevalue("backend") == "cpu":
-        pytest.skip("backend 'cpu' has no gradients yet")
-
-
 def backward(backend, arrays, flags, seed=7, **more):
     """Return (dout, dlse, {name: gradient}) for a loss that takes out and lse, drawn at random."""
     out, lse = fastattn.attention(*arrays, **flags, return_lse=True, backend="numpy")

@@ -69,3 +69,27 @@ def test_a_modifier_made_anew_is_the_same_kernel(rng, monkeypatch):
     monkeypatch.setattr("fastattn.cpu.compile.translate", None)  # a compilation would raise
     for _ in range(2):
         fastattn.attention(q, k, v, mask_mod=mods.sliding_window(40, 9), backend="cpu")
+
+
+def test_compiled_modifiers_differentiate(rng):
+    """Gradients with a score_mod that bends, a block mask and NaN that no row sees."""
+    q, k, v = (a.astype(float) for a in arrays(rng))
+    k[:, :, 200:], v[:, :, 200:] = np.nan, np.inf
+
+    def bend(score, b, h, i, j, aux):
+        return mods.tanh(score / 3) * aux[0][h] + score * aux[1][j]
+
+    mask = fastattn.create_block_mask(mods.sliding_window(40, 9), None, None, 70, 300)
+    flags = {"score_mod": bend, "block_mask": mask, "softcap": 5.0}
+    flags["aux"] = rng.standard_normal(4), rng.standard_normal(300)
+    out, lse = fastattn.attention(q, k, v, **flags, return_lse=True, backend="numpy")
+    dout, dlse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
+    given = {"dlse": dlse} | flags
+    ours = fastattn.attention_backward(dout, q, k, v, out, lse, **given, backend="cpu")
+    exact = fastattn.attention_backward(dout, q, k, v, out, lse, **given, backend="numpy")
+    for a, expected in zip(ours, exact, strict=True):
+        np.testing.assert_allclose(a, expected, rtol=0, atol=1e-12)
+        assert a.any()
+    given["score_mod_grad"] = lambda score, b, h, i, j, aux: 0.0
+    none, _, _ = fastattn.attention_backward(dout, q, k, v, out, lse, **given, backend="cpu")
+    assert not none.any()

@@ -22,7 +22,7 @@ DEPTHS = [0, 1, 2, 3, 64, 65]
 # --- products -----------------------------------------------------------------------------------
 
 
-def products(dtype):
+def products(dtype, transposed):
     """Kernel (panel registers, accumulate, rows, a, rs_a, b, rs_b, c, rs_c, depth)."""
 
     def build(unit):
@@ -30,7 +30,7 @@ def products(dtype):
         from fastattn.cpu.microkernel import panel_product
         from fastattn.cpu.registers import jit
 
-        real, apply = pointer_to(dtype), panel_product(dtype, unit)
+        real, apply = pointer_to(dtype), panel_product(dtype, unit, transposed)
 
         @jit
         def body(job):
@@ -43,21 +43,22 @@ def products(dtype):
     return build
 
 
-def multiply(machine, a, b, c, nv, accumulate, depth):
-    build = products(a.dtype.name)
-    sizes = (a.view.shape[0], a, a.stride, b, b.stride, c, c.stride, depth)
-    run(machine, ("products", a.dtype.name), build, nv, int(accumulate), *sizes)
+def multiply(machine, a, b, c, nv, accumulate, depth, transposed=False):
+    build = products(a.dtype.name, transposed)
+    sizes = (c.view.shape[0], a, a.stride, b, b.stride, c, c.stride, depth)
+    run(machine, ("products", a.dtype.name, transposed), build, nv, int(accumulate), *sizes)
 
 
 @everywhere
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_product_of_every_edge_size(machine, dtype, accumulate, rng):
+def test_product_of_every_edge_size(machine, dtype, accumulate, transposed, rng):
     mr, nv, _ = tile_of(machine, dtype)
     lanes = lanes_of(machine, dtype)
     for rows in range(1, 2 * mr + 6):
         for depth in DEPTHS if rows in (1, 7, mr, 2 * mr + 1) else DEPTHS[1::3]:
             for width in range(1, nv + 1):
-                a = Guarded((rows, depth), dtype, gap=3)
+                a = Guarded((depth, rows) if transposed else (rows, depth), dtype, gap=3)
                 b = Guarded((depth, width * lanes), dtype, gap=rows % 2 * 5)
                 c = Guarded((rows, width * lanes), dtype, gap=depth % 2 * 7)
                 a.view[...] = whole_numbers(rng, a.view.shape, dtype)
@@ -65,8 +66,9 @@ def test_product_of_every_edge_size(machine, dtype, accumulate, rng):
                 before = whole_numbers(rng, c.view.shape, dtype)
                 if accumulate:
                     c.view[...] = before
-                multiply(machine, a, b, c, width, accumulate, depth)
-                c.check(a.view @ b.view + (before if accumulate else 0))
+                multiply(machine, a, b, c, width, accumulate, depth, transposed)
+                exact = (a.view.T if transposed else a.view) @ b.view
+                c.check(exact + (before if accumulate else 0))
                 a.check()
                 b.check()
 
@@ -235,7 +237,7 @@ def blocks(dtype, storage):
         def body(job):
             a, count, b, c, rs_c = real(job[1]), job[2], real(job[3]), real(job[4]), job[5]
             if job[0] == 0:
-                packed(a, count, job[6], b, job[7], job[8], c, rs_c)
+                packed(a, job[6], count, job[6], b, job[7], job[8], c, rs_c)
             elif job[0] == 1:
                 k, v, part = stored(job[3]), stored(job[9]), real(job[12])
                 lying(a, count, job[6], k, job[7], job[8], c, rs_c, v, job[10], job[11], part)

@@ -205,7 +205,7 @@ def key_block(variant: Variant, unit: VectorUnit):
                 to = at(s, first)
                 score_few(q, here, head_dim, k, k_row, keys, to, s_stride, v, v_row, ahead, spare)
             else:
-                score_packed(q, here, head_dim, panels, start, padded, s, s_stride)
+                score_packed(q, head_dim, here, head_dim, panels, start, padded, s, s_stride)
             if field(job, "changes_scores") != 0:
                 change(job, item, row + m, here, n_start, start, padded, s, spare)
             # Columns that every row sees need no mask: only those around them are masked.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -65,15 +65,37 @@ FIELDS = (
     "dropout_keys",  # address of (batch, heads_q) uint64: dropout.head_keys()
     *(operand + part for operand in OPERANDS for part in PARTS),
 )
-FLOATS = ("scale_log2", "q_sign", "softcap", "dropout_factor")
+GRADIENT_OPERANDS = ("dout", "dq", "dk", "dv", "dbias")
+# What follows in the struct of the kernel that computes gradients.
+GRADIENT_FIELDS = (
+    "scale",  # float64: |scale|
+    "row_lse",  # address of (batch, heads_q, rows): lse as the caller gave it
+    "dlse",  # address of the same shape, or 0
+    "dalibi",  # address of (batch, heads_q, key blocks) float64, or 0
+    "progress",  # address of (batch * heads_kv, key blocks) int64: see backward.py
+    "n_blocks",  # key blocks
+    "heads_per_item",  # key heads of a work item: 1, or all, where they share dbias
+    "q_stride",  # row strides of packed rows of q and k, and of dout
+    "d_stride",
+    *(operand + part for operand in GRADIENT_OPERANDS for part in PARTS),
+)
+FLOATS = ("scale_log2", "q_sign", "softcap", "dropout_factor", "scale")
 LOG2_E = 1.4426950408889634  # 1 / ln 2: kernels work in base 2
 LN_2 = 0.6931471805599453
+DONE = 1 << 62  # progress of an item that has come to its end
 ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
 # How a bias is stored, by bias_kind; 0 is no bias.
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
-OFFSET = {name: 8 * index for index, name in enumerate(FIELDS)}  # bytes
-_PACKER = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in FIELDS))
-_Buffer = ctypes.c_char * _PACKER.size
+OFFSET = {name: 8 * index for index, name in enumerate((*FIELDS, *GRADIENT_FIELDS))}  # bytes
+
+
+def _packer(fields: Sequence[str]) -> tuple[struct.Struct, type[ctypes.Array]]:
+    packer = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in fields))
+    return packer, ctypes.c_char * packer.size
+
+
+_PACKER, _Buffer = _packer(FIELDS)
+_LONG_PACKER, _LongBuffer = _packer((*FIELDS, *GRADIENT_FIELDS))
 
 
 def pack(values: Iterable[float]) -> ctypes.Array:
@@ -82,6 +104,13 @@ def pack(values: Iterable[float]) -> ctypes.Array:
     """
     job = _Buffer()
     _PACKER.pack_into(job, 0, *values)
+    return job
+
+
+def pack_gradients(values: Mapping[str, float]) -> ctypes.Array:
+    """The struct with GRADIENT_FIELDS, from values by name: 0 where there is none."""
+    job = _LongBuffer()
+    _LONG_PACKER.pack_into(job, 0, *(values.get(name, 0) for name in OFFSET))
     return job
 
 

@@ -79,6 +79,27 @@ def fetch_add(typingctx, pointer, value):
     return types.int64(types.CPointer(types.int64), types.int64), codegen
 
 
+@intrinsic
+def load_acquire(typingctx, pointer):
+    """*pointer, and with it all that was written before store_release() wrote it."""
+
+    def codegen(context, builder, sig, args):
+        return builder.load_atomic(args[0], "acquire", 8)
+
+    return types.int64(types.CPointer(types.int64)), codegen
+
+
+@intrinsic
+def store_release(typingctx, pointer, value):
+    """*pointer = value, after all that this thread wrote before."""
+
+    def codegen(context, builder, sig, args):
+        builder.store_atomic(args[1], args[0], "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.CPointer(types.int64), types.int64), codegen
+
+
 @functools.cache
 def element_loader(storage: str, dtype: str):
     """Intrinsic: pointer[index], stored as one float type, as another."""

@@ -44,14 +44,14 @@ def tile_shape(unit: VectorUnit) -> tuple[int, int]:
 
 
 @functools.cache
-def product(dtype: str, lanes: int, mr: int, nv: int):
+def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
     """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in
     registers.
 
     The sum starts at 0 and c is added last: rounding errors grow with the length of one chain, not
     of all of them.
 
-    a  (mr, depth), row stride rs_a, columns contiguous
+    a  (mr, depth), row stride rs_a, columns contiguous; if transposed, (depth, mr) likewise
     b  (depth, nv * lanes), row stride rs_b, columns contiguous: one packed panel, or rows as they
        lie
     c  (mr, nv * lanes), row stride rs_c, columns contiguous
@@ -79,18 +79,18 @@ def product(dtype: str, lanes: int, mr: int, nv: int):
 
         builder.position_at_end(loop)
         d = builder.phi(I64)
-        row = builder.phi(b.type)
+        row, a_row = builder.phi(b.type), builder.phi(a.type)
         acc = {t: builder.phi(vector) for t in tile}
         columns = [load_vector(builder, row, number(n * lanes), vector) for n in range(nv)]
         new = {}
         for m in range(mr):
-            element = broadcast(builder, builder.load(builder.gep(a_rows[m], [d])), lanes)
+            place = builder.gep(a_row, [number(m)]) if transposed else builder.gep(a_rows[m], [d])
+            element = broadcast(builder, builder.load(place), lanes)
             for n in range(nv):
                 new[m, n] = call(builder, "fma", [element, columns[n], acc[m, n]])
         d_next, row_next = builder.add(d, number(1)), builder.gep(row, [rs_b])
-        for phi, start, step in [(d, number(0), d_next), (row, b, row_next)] + [
-            (acc[t], zero, new[t]) for t in tile
-        ]:
+        steps = [(d, number(0), d_next), (row, b, row_next), (a_row, a, builder.gep(a_row, [rs_a]))]
+        for phi, start, step in steps + [(acc[t], zero, new[t]) for t in tile]:
             phi.add_incoming(start, before)
             phi.add_incoming(step, loop)
         builder.cbranch(builder.icmp_signed("<", d_next, depth), loop, done)
@@ -119,21 +119,22 @@ def product(dtype: str, lanes: int, mr: int, nv: int):
 
 
 @functools.cache
-def panel_product(dtype: str, unit: VectorUnit):
+def panel_product(dtype: str, unit: VectorUnit, transposed: bool = False):
     """Kernel: product() for any number of rows against one panel: the tall tile, then lower ones.
 
     wide  whether the panel has nv registers, or one
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
     mr, nv = tile_shape(unit)
-    tall, four, two, one = (product(dtype, lanes, m, nv) for m in (mr, 4, 2, 1))
-    slim_tall, slim_four, slim_two, slim_one = (product(dtype, lanes, m, 1) for m in (mr, 4, 2, 1))
+    tall, four, two, one, slim_tall, slim_four, slim_two, slim_one = (
+        product(dtype, lanes, m, n, transposed) for n in (nv, 1) for m in (mr, 4, 2, 1)
+    )
 
     @jit
     def run(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
         m = 0
         while m < rows:
-            x, y, left = at(a, m * rs_a), at(c, m * rs_c), rows - m
+            x, y, left = at(a, m if transposed else m * rs_a), at(c, m * rs_c), rows - m
             if left >= mr:
                 m += mr
                 if wide:

@@ -26,18 +26,18 @@ FEW_ROWS = 4  # at most so many rows are worth computing without packing the key
 def score_block(dtype: str, unit: VectorUnit):
     """Kernel: s[m, n] = q_rows[m] · k[n] for n in [start, stop), from packed keys.
 
-    start a multiple of nr, stop of lanes; row stride of q_rows is head_dim.
+    start a multiple of nr, stop of lanes.
     """
     product = panel_product(dtype, unit)
     nr = np.int64(tile_shape(unit)[1] * unit.lanes(ITEMSIZE[dtype]))
 
     @jit
-    def run(q_rows, count, head_dim, k_panels, start, stop, s, s_stride):
+    def run(q_rows, q_stride, count, head_dim, k_panels, start, stop, s, s_stride):
         for n in range(start, stop, nr):
             panel, to, wide = at(k_panels, n * head_dim), at(s, n), n + nr <= stop
             for d in range(0, max(head_dim, 1), KC):  # once without dims: the scores are then 0
                 q, part, depth = at(q_rows, d), at(panel, d * nr), min(KC, head_dim - d)
-                product(wide, count, q, head_dim, part, nr, to, s_stride, depth, d)
+                product(wide, count, q, q_stride, part, nr, to, s_stride, depth, d)
 
     return run
 

@@ -86,29 +86,14 @@ class _Prepared:
     scratch_bytes: int
 
 
-@lru_cache(maxsize=1024)
-def _prepare(plan: Plan) -> _Prepared:
+def sizes_of(plan: Plan) -> tuple[float, ...]:
+    """The first fields of the job, up to num_splits."""
     problem, variant = plan.problem, plan.problem.variant
-    itemsize = np.dtype(variant.dtype).itemsize
-    lanes = compile.host_unit().lanes(itemsize)
-    acc_stride = -(-problem.head_dim_v // lanes) * lanes
-    # Not a power of two, whose rows would fall into the same sets of the cache.
-    s_stride = plan.block_n + lanes
     rows = problem.group * problem.seqlen_q
-    heads = problem.batch * problem.heads_kv
-    m_blocks = -(-rows // plan.block_m)
-    num_items = heads * m_blocks * plan.num_splits
-    elements = (
-        8 * ITEM_SIZE // itemsize
-        + plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
-        + plan.block_n * (problem.head_dim + acc_stride)
-        + plan.mc * s_stride
-        + SPARE_REGISTERS * lanes
-    )
     # In the kernel's dtype, in which a tiny scale may be 0 and a large one infinite.
     largest = float(np.finfo(variant.dtype).max)
     scale_log2 = float(np.dtype(variant.dtype).type(min(abs(problem.scale) * LOG2_E, largest)))
-    sizes = (
+    return (
         scale_log2 or 1.0,
         float(np.sign(problem.scale)) if scale_log2 else 0.0,
         problem.softcap,
@@ -125,18 +110,47 @@ def _prepare(plan: Plan) -> _Prepared:
         problem.chunk,
         dropout.threshold(problem.dropout_p),
         plan.block_m,
-        m_blocks,
+        -(-rows // plan.block_m),
         plan.block_n,
         plan.mc,
-        s_stride,
-        acc_stride,
+        *_widths(plan),
         plan.split_n,
         plan.num_splits,
+    )
+
+
+def lanes_of(variant: Variant) -> int:
+    """Elements of a vector register of this machine."""
+    return compile.host_unit().lanes(np.dtype(variant.dtype).itemsize)
+
+
+def _widths(plan: Plan) -> tuple[int, int]:
+    """(s_stride, acc_stride)."""
+    lanes = lanes_of(plan.problem.variant)
+    # Not a power of two, whose rows would fall into the same sets of the cache.
+    return plan.block_n + lanes, -(-plan.problem.head_dim_v // lanes) * lanes
+
+
+@lru_cache(maxsize=1024)
+def _prepare(plan: Plan) -> _Prepared:
+    problem, variant = plan.problem, plan.problem.variant
+    itemsize, lanes = np.dtype(variant.dtype).itemsize, lanes_of(variant)
+    s_stride, acc_stride = _widths(plan)
+    rows = problem.group * problem.seqlen_q
+    heads = problem.batch * problem.heads_kv
+    m_blocks = -(-rows // plan.block_m)
+    num_items = heads * m_blocks * plan.num_splits
+    elements = (
+        8 * ITEM_SIZE // itemsize
+        + plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
+        + plan.block_n * (problem.head_dim + acc_stride)
+        + plan.mc * s_stride
+        + SPARE_REGISTERS * lanes
     )
     return _Prepared(
         forward=kernel("forward", variant),
         combine=kernel(*_combine_key(variant)) if plan.num_splits > 1 else None,
-        sizes=sizes,
+        sizes=sizes_of(plan),
         num_items=num_items,
         items_per_call=max(1, FLOP_PER_CALL * num_items // max(problem.flop, 1)),
         num_rows=heads * rows,
@@ -169,26 +183,26 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
             operands.mask,
             operands.bias,
         )
-        for field in _layout(array, kept)
+        for field in layout(array, kept)
     ]
     if operands.starts is not None:
         _forget_batches(layouts)
     others = (
-        *_score_fields(problem, operands),
+        *score_fields(problem, operands),
         addressof(counter),
         *_state_fields(operands, state),
-        _address(partial),
-        *_extras(problem, operands, kept),
+        address(partial),
+        *extras(problem, operands, kept),
         *layouts,
     )
     keep = (operands, kept, state, partial)
     job = pack((*prepared.sizes, prepared.num_items, *others))
-    share = _Share(prepared.forward, job, counter, prepared.scratch_bytes, keep)
+    share = Share(prepared.forward, job, counter, prepared.scratch_bytes, keep)
     share.run(plan.num_threads, prepared.items_per_call)
     if prepared.combine is not None:
         counter.value = 0
         job = pack((*prepared.sizes, prepared.num_rows, *others))
-        share = _Share(prepared.combine, job, counter, prepared.scratch_bytes, keep)
+        share = Share(prepared.combine, job, counter, prepared.scratch_bytes, keep)
         share.run(plan.num_threads, prepared.num_rows)
     if state is not None:
         _write_lse(operands, state)
@@ -202,7 +216,7 @@ def _write_lse(operands: Operands, state: np.ndarray) -> None:
         np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=operands.lse, where=written)
 
 
-def _score_fields(problem: Problem, operands: Operands) -> tuple[int, int]:
+def score_fields(problem: Problem, operands: Operands) -> tuple[int, int]:
     """The job's changes_scores and bias_kind."""
     kind = 0 if operands.bias is None else BIAS_KINDS.index(operands.bias.dtype.name)
     changes = problem.softcap > 0 or operands.alibi is not None
@@ -222,10 +236,10 @@ def _state_fields(operands: Operands, state: np.ndarray | None) -> tuple[int, in
     if state is None:
         return 0, 0, 0
     heads, rows = state.shape[-3:-1]
-    return _address(state), 0 if operands.starts is not None else heads * rows, rows
+    return address(state), 0 if operands.starts is not None else heads * rows, rows
 
 
-def _extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tuple[int, ...]:
+def extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tuple[int, ...]:
     """The job's fields from alibi to dropout_keys; the arrays go to `kept`."""
     keys = score_aux = mask_aux = None
     blocks = operands.block_mask
@@ -239,19 +253,19 @@ def _extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tup
     plain = tuple(None if a is None else np.ascontiguousarray(a) for a in arrays)
     kept += [a for a in (*plain, score_aux, mask_aux, keys) if a is not None]
     return (
-        *map(_address, plain),
+        *map(address, plain),
         problem.first_key,
-        _address(score_aux),
-        _address(mask_aux),
-        _address(blocks),
+        address(score_aux),
+        address(mask_aux),
+        address(blocks),
         *((0,) * 4 if blocks is None else blocks.strides),
         problem.block_mask_m,
         problem.block_mask_n,
-        _address(keys),
+        address(keys),
     )
 
 
-class _Share(NamedTuple):
+class Share(NamedTuple):
     """A kernel's job and all the memory it reaches, which lives as long as a thread works on it."""
 
     kernel: compile.Kernel
@@ -265,7 +279,7 @@ class _Share(NamedTuple):
 
         def work() -> None:
             scratch = _scratch(self.scratch_bytes)
-            place = (_address(scratch) + LINE - 1) & -LINE
+            place = (address(scratch) + LINE - 1) & -LINE
             try:
                 while self.kernel(addressof(self.job), place, items_per_call):
                     pass
@@ -289,22 +303,21 @@ def _scratch(nbytes: int) -> np.ndarray:
     return buffer
 
 
-def _address(array: np.ndarray | None) -> int:
+def address(array: np.ndarray | None) -> int:
     return 0 if array is None else array.__array_interface__["data"][0]
 
 
-def _layout(array: np.ndarray | None, kept: list[np.ndarray]) -> tuple[int, ...]:
+def layout(array: np.ndarray | None, kept: list[np.ndarray]) -> tuple[int, ...]:
     """The job's fields of one operand, in the order of PARTS; a table of offsets, if it needs one,
     goes to `kept`.
     """
     if array is None:
         return _ABSENT
-    address = array.__array_interface__["data"][0]
     if array.ndim < 5:
-        return address, *_strides(array.strides, array.itemsize)
+        return address(array), *_strides(array.strides, array.itemsize)
     table = _offsets(array.shape[:-3], [stride // array.itemsize for stride in array.strides[:-3]])
     kept.append(table)
-    return address, _address(table), 0, *_strides(array.strides[-3:], array.itemsize)[2:]
+    return address(array), address(table), 0, *_strides(array.strides[-3:], array.itemsize)[2:]
 
 
 @lru_cache(maxsize=1024)
