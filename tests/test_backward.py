@@ -134,17 +134,18 @@ HALF = ("float16", "bfloat16")
 def test_error_is_at_most_twice_the_formulas(case, backend):
     dout, dlse, found = backward(backend, case.arrays(), case.flags())
     for name, (exact, formula) in judged(case, dout, dlse).items():
-        # dp - delta, where one key has all the weight, is the difference of two like products.
-        oracle.assert_within_budget(found[name], exact, formula, floor=8)
+        # dp - delta, where one key has all the weight, is the difference of two like products. And
+        # the rounding of lse, far from 0 under ALiBi, is common to all of a row.
+        floor = 16 if name == "alibi" else 8
+        oracle.assert_within_budget(found[name], exact, formula, floor)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.dtype in HALF], ids=str)
 def test_half_types(case, backend):
     dout, dlse, found = backward(backend, case.arrays(), case.flags())
     for name, (exact, _) in judged(case, dout, dlse).items():
-        assert (
-            found[name].dtype == (case.arrays()[0] if name in "qkv" else case.flags()[name]).dtype
-        )
+        like = case.arrays()[0] if name in "qkv" else case.flags()[name]
+        assert found[name].dtype == like.dtype
         # out was rounded to the type of dout, and delta is a product of the two.
         allowed = 3 * oracle.EPS[case.dtype] * max(1, np.abs(exact).max(initial=0))
         assert np.abs(found[name].astype(float) - exact).max(initial=0) <= allowed, name

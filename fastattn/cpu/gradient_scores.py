@@ -170,14 +170,13 @@ def bias_block(variant: Variant, lanes: int):
 
 @functools.cache
 def alibi_block(variant: Variant, lanes: int):
-    """Kernel: take ds * distance of `count` rows from dalibi's element of this key block."""
+    """Kernel: take ds * distance of `count` rows from dalibi's element of this key block.
+
+    The terms are large and cancel: rows are added up in float64.
+    """
     simd = operations(variant.dtype, lanes)
     load, splat, fabs, iota, fma = simd.load, simd.splat, simd.fabs, simd.iota, simd.fma
-    reduce_add, real, scalar = (
-        simd.reduce_add,
-        pointer_to(variant.dtype),
-        getattr(np, variant.dtype),
-    )
+    reduce_add, real, scalar = simd.reduce_add, pointer_to("float64"), getattr(np, variant.dtype)
 
     @jit
     def run(job, item, row, count, n_start, ds, start, stop):
