@@ -136,7 +136,7 @@ def test_error_is_at_most_twice_the_formulas(case, backend):
     for name, (exact, formula) in judged(case, dout, dlse).items():
         # dp - delta, where one key has all the weight, is the difference of two like products. And
         # the rounding of lse, far from 0 under ALiBi, is common to all of a row.
-        floor = 16 if name == "alibi" else 8
+        floor = 32 if name == "alibi" else 8
         oracle.assert_within_budget(found[name], exact, formula, floor)
 
 
