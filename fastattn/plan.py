@@ -53,7 +53,7 @@ def _choose(
         return _numpy_plan(
             problem, "asked for by name", "backend='numpy' was asked for", num_threads
         )
-    from .cpu.cache import folder_or_reason
+    from .cpu.run import not_kept
 
     why_not = unavailable(problem.variant)
     if not why_not:
@@ -61,9 +61,9 @@ def _choose(
             "asked for by name" if backend == "cpu" else "the compiled kernel is the fastest here"
         )
         chosen = cpu_plan(problem, reason, num_threads)
-        _, not_kept = folder_or_reason()
-        note = f"every process compiles its kernels anew: {not_kept}"
-        return replace(chosen, notes=(note,)) if not_kept else chosen
+        why_anew = not_kept(problem.variant)
+        note = f"every process compiles this kernel anew: {why_anew}"
+        return replace(chosen, notes=(note,)) if why_anew else chosen
     if backend == "cpu":
         raise ImportError(
             f"backend='cpu' cannot run here: {why_not}. backend='auto' falls back to NumPy."

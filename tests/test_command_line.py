@@ -15,7 +15,7 @@ from processes import PACKAGE, fresh
 from fastattn import commands, plan
 from fastattn.benchmark import cases, peers, verify
 from fastattn.commands import info, warmup
-from fastattn.cpu import compile, threads
+from fastattn.cpu import compile, prebuilt, threads
 from fastattn.cpu.run import built_in_kernels
 from fastattn.problem import Variant
 
@@ -73,20 +73,20 @@ def test_info(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path / "kernels"))
     found = facts(capsys)
     assert f"numpy {np.__version__}" in found["versions"]
-    assert found["cpu"].startswith("available: kernels compiled for")
+    assert found["cpu"] == "available: kernels compiled here"
     assert found["registers"].split(":")[0] in info.UNIT_NAMES.values()
-    assert found["kernels"].startswith(f"kept in {tmp_path / 'kernels'}: 0 ")
+    assert found["cache"].startswith(f"{tmp_path / 'kernels'}: 0 kernels")
 
 
 def test_info_says_why_kernels_are_not_kept(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTATTN_CACHE", "0")
-    assert facts(capsys)["kernels"].endswith(": FASTATTN_CACHE=0 turns the cache off")
+    assert facts(capsys)["cache"].endswith(": FASTATTN_CACHE=0 turns the cache off")
     monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
     tmp_path.chmod(0o770)
-    assert facts(capsys)["kernels"].endswith(f": others can write {tmp_path}: chmod go-w")
+    assert facts(capsys)["cache"].endswith(f": others can write {tmp_path}: chmod go-w")
     (tmp_path / "file").touch()
     monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path / "file"))
-    assert "File exists" in facts(capsys)["kernels"]
+    assert "File exists" in facts(capsys)["cache"]
 
 
 def test_info_without_a_compiler(capsys, monkeypatch):
@@ -173,6 +173,16 @@ print(json.dumps("numba" in sys.modules))
     assert len(before) == len(built_in_kernels())
     assert fresh(code, folder) is False
     assert sorted(folder.iterdir()) == before
+
+
+def test_kernels_that_come_with_the_package(one_kernel, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(prebuilt, "load", lambda key: print)
+    monkeypatch.setattr(prebuilt, "host_name", lambda: TARGET)
+    assert facts(capsys)["cpu"] == f"available: kernels from the package, for {TARGET}"
+    assert run("warmup") == 0
+    assert "come with the package: nothing is left" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_warmup_says_why_not(one_kernel, capsys, monkeypatch, tmp_path):

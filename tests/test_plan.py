@@ -223,7 +223,7 @@ def test_text_counts_in_fitting_units():
 
 
 def test_text_says_if_kernels_are_not_kept(with_cpu, monkeypatch, tmp_path):
-    kept = "note        every process compiles its kernels anew: "
+    kept = "note        every process compiles this kernel anew: "
     monkeypatch.setenv("FASTATTN_CACHE", "0")
     assert str(plan(problem())).splitlines()[-1] == kept + "FASTATTN_CACHE=0 turns the cache off"
     planning._plan.cache_clear()

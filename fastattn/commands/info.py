@@ -9,13 +9,14 @@ from collections.abc import Iterator
 
 from .. import machine
 from ..benchmark import limits, record
-from ..cpu import cache, compile
+from ..cpu import cache, compile, prebuilt
 from ..cpu.run import unavailable
 from ..cpu.threads import get_num_threads
 from ..problem import Variant
 
 HELP = "show the processor, backends, threads and the cache of kernels"
 SETTINGS = ("FASTATTN_CACHE", "FASTATTN_TARGET", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE")
+FLOAT32 = Variant("float32", "float32")
 UNIT_NAMES = {machine.AVX512: "AVX-512", machine.AVX2: "AVX2", machine.NEON: "NEON"}
 
 
@@ -29,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a line for each fact."""
-    why_not = unavailable(Variant("float32", "float32"))
+    why_not = unavailable(FLOAT32)
     lines = [*machine_lines(), *backend_lines(why_not)]
     if options.measure:
         lines += list(measured_lines())
@@ -56,22 +57,23 @@ def backend_lines(why_not: str) -> Iterator[tuple[str, str]]:
     if why_not:
         yield "cpu", f"not available: {why_not}"
     else:
-        target = compile.host_target()
-        unit = compile.vector_unit_of(target)
+        unit = compile.host_unit()
         lanes = f"{unit.lanes(4)} float32 or {unit.lanes(8)} float64"
         yield "registers", f"{UNIT_NAMES[unit]}: {unit.registers} of {lanes}"
-        yield "cpu", f"available: kernels compiled for {target.cpu}"
+        came = prebuilt.load(("forward", FLOAT32))
+        source = f"from the package, for {prebuilt.host_name()}" if came else "compiled here"
+        yield "cpu", f"available: kernels {source}"
     yield "numpy", "available" + (": what backend='auto' uses here" if why_not else "")
-    yield "kernels", cache_text()
+    yield "cache", cache_text()
 
 
 def cache_text() -> str:
     """Where compiled kernels are kept, how many, or why they are not."""
     folder, reason = cache.folder_or_reason()
     if folder is None:
-        return f"not kept, each process compiles its own: {reason}"
+        return f"none: {reason}"
     sizes = [path.stat().st_size for path in folder.glob("*.obj")]
-    text = f"kept in {folder}: {len(sizes)} of any version, {sum(sizes) / 1e6:.1f} MB"
+    text = f"{folder}: {len(sizes)} kernels of any version, {sum(sizes) / 1e6:.1f} MB"
     return text if os.access(folder, os.W_OK) else f"{text}; it cannot be written"
 
 

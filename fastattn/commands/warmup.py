@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from ..cpu import cache, compile
+from ..cpu import cache, compile, prebuilt
 from ..cpu.run import builder, built_in_kernels
 from . import terminal
 
@@ -43,13 +43,16 @@ def run(options: argparse.Namespace) -> None:
     named = compile.named_target(options.target) if options.target else None
     target = named or compile.host_target()
     before, start = len(list(folder.glob("*.obj"))), time.perf_counter()
-    kernels = built_in_kernels()
+    elsewhere = bool(options.into or named)
+    kernels = [key for key in built_in_kernels() if elsewhere or not prebuilt.load(key)]
     for key in terminal.each(kernels, lambda key: f"{key[0]} {key[1].storage}"):
         compile.store(key, builder(*key), target, folder)
     new = len(list(folder.glob("*.obj"))) - before
     seconds = time.perf_counter() - start
     print(f"{len(kernels)} kernels for {target.cpu} in {folder}, {new} compiled in {seconds:.1f} s")
-    if options.into or named:
+    if not kernels:
+        print("They come with the package: nothing is left to compile.")
+    if elsewhere:
         also = f" and FASTATTN_TARGET to {options.target}" if named else ""
         print(ELSEWHERE.format(target=also))
 

@@ -119,6 +119,11 @@ def unavailable(key: Hashable) -> str:
     return _import_problem("numba")
 
 
+def not_kept(key: Hashable) -> str:
+    """Why every process compiles this kernel anew, in one line; "" if it need not."""
+    return "" if prebuilt.load(key) else cache.folder_or_reason()[1]
+
+
 @functools.cache
 def _import_problem(module: str) -> str:
     """Why a module cannot be imported, in one line; "" if it can."""

@@ -35,6 +35,11 @@ def unavailable(variant: Variant) -> str:
     return compile.unavailable(("forward", variant))
 
 
+def not_kept(variant: Variant) -> str:
+    """Why every process compiles the variant anew, in one line; "" if it need not."""
+    return compile.not_kept(("forward", variant))
+
+
 def can_split(variant: Variant) -> bool:
     """Whether keys can be split over work items, which takes one more kernel."""
     return not compile.unavailable(_combine_key(variant))
