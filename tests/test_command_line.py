@@ -14,9 +14,9 @@ from processes import PACKAGE, fresh
 
 from fastattn import commands, plan
 from fastattn.benchmark import cases, peers, verify
-from fastattn.commands import info, warmup
-from fastattn.cpu import compile, prebuilt, threads
-from fastattn.cpu.run import built_in_kernels
+from fastattn.commands import info
+from fastattn.cpu import built_in, compile, prebuilt, threads
+from fastattn.cpu import run as cpu_run
 from fastattn.problem import Variant
 
 FLOAT32 = Variant("float32", "float32")
@@ -113,7 +113,8 @@ def test_info_measures(capsys, monkeypatch):
 def one_kernel(monkeypatch):
     """`warmup` knows the smallest kernel only."""
     pytest.importorskip("numba")
-    monkeypatch.setattr(warmup, "built_in_kernels", lambda: [("combine", FLOAT32)])
+    key = ("combine", FLOAT32)
+    monkeypatch.setattr(built_in, "kernels", lambda: {key: cpu_run.builder(*key)})
 
 
 LOAD = """
@@ -164,13 +165,17 @@ for dtype in ("float16", ml_dtypes.bfloat16, "float32", "float64"):
     k = np.ones((2, 3000, 16), dtype)
     with fastattn.num_threads(2):
         fastattn.attention(q[:, :20], k, k, backend="cpu")
+    out, lse = fastattn.attention(q, q, q, return_lse=True)
+    fastattn.attention_backward(out, q, q, q, out, lse, backend="cpu")
+    if q.dtype in (np.float32, np.float64):
+        fastattn.nn.gelu(q, backend="cpu")
 print(json.dumps("numba" in sys.modules))
 """
     pytest.importorskip("ml_dtypes")
     folder = tmp_path / "kernels"
     assert run("warmup", "--into", folder) == 0
     before = sorted(folder.iterdir())
-    assert len(before) == len(built_in_kernels())
+    assert len(before) == len(built_in.kernels())
     assert fresh(code, folder) is False
     assert sorted(folder.iterdir()) == before
 

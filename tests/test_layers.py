@@ -32,7 +32,7 @@ LAYERS = [
     "sdpa weights backward",
     "api",
     "check_backward",
-    "check plan",
+    "check plan cpu.built_in",
     "arguments modifying",
     "arrays",
     "probabilities gradients cpu.run_backward",

@@ -6,8 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from ..cpu import cache, compile, prebuilt
-from ..cpu.run import builder, built_in_kernels
+from ..cpu import built_in, cache, compile, prebuilt
 from . import terminal
 
 HELP = "compile the built-in kernels into the cache, or into a folder for other machines"
@@ -44,9 +43,10 @@ def run(options: argparse.Namespace) -> None:
     target = named or compile.host_target()
     before, start = len(list(folder.glob("*.obj"))), time.perf_counter()
     elsewhere = bool(options.into or named)
-    kernels = [key for key in built_in_kernels() if elsewhere or not prebuilt.load(key)]
-    for key in terminal.each(kernels, lambda key: f"{key[0]} {key[1].storage}"):
-        compile.store(key, builder(*key), target, folder)
+    builders = built_in.kernels()
+    kernels = [key for key in builders if elsewhere or not prebuilt.load(key)]
+    for key in terminal.each(kernels, built_in.words):
+        compile.store(key, builders[key], target, folder)
     new = len(list(folder.glob("*.obj"))) - before
     seconds = time.perf_counter() - start
     print(f"{len(kernels)} kernels for {target.cpu} in {folder}, {new} compiled in {seconds:.1f} s")

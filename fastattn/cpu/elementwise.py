@@ -4,7 +4,7 @@ of the kernels of elementwise_kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Array, addressof, c_char, c_int64
 from typing import NamedTuple
 
@@ -27,14 +27,19 @@ def unavailable(function: str, dtype: str) -> str:
 
 
 def kernel(function: str, dtype: str) -> compile.Kernel:
-    """A compiled kernel. Its module, and Numba with it, is imported only if it must be compiled."""
+    """A compiled kernel."""
+    return compile.kernel(("elementwise", function, dtype), builder(function, dtype))
+
+
+def builder(function: str, dtype: str) -> Callable[[VectorUnit], Callable]:
+    """What compile.kernel() builds it with; see run.builder()."""
 
     def build(unit: VectorUnit):
         from .elementwise_kernels import elementwise_kernel
 
         return elementwise_kernel(function, dtype, unit)
 
-    return compile.kernel(("elementwise", function, dtype), build)
+    return build
 
 
 def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import addressof, c_int64
 from functools import lru_cache
 from typing import Any
@@ -24,13 +25,18 @@ def unavailable(variant: Variant) -> str:
 
 def kernel(variant: Variant) -> compile.Kernel:
     """The compiled kernel."""
+    return compile.kernel(("backward", variant), builder(variant))
+
+
+def builder(variant: Variant) -> Callable[[VectorUnit], Callable]:
+    """What compile.kernel() builds it with; see run.builder()."""
 
     def build(unit: VectorUnit):
         from .backward import backward_kernel
 
         return backward_kernel(variant, unit)
 
-    return compile.kernel(("backward", variant), build)
+    return build
 
 
 def strides(problem: Problem, lanes: int) -> tuple[int, int]:

@@ -1,0 +1,28 @@
+"""Every kernel that calls may need, those with modifiers of the user's own aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from ..machine import VectorUnit
+from ..problem import Variant
+from . import elementwise, run, run_backward
+from .elementwise_job import OPERANDS
+
+
+def kernels() -> dict[Hashable, Callable[[VectorUnit], Callable]]:
+    """What compile.store() wants of each: {key: build}."""
+    forward = run.built_in_kernels()
+    variants = dict.fromkeys(variant for _, variant in forward)
+    both = [(function, dtype) for function in OPERANDS for dtype in ("float32", "float64")]
+    return {
+        **{key: run.builder(*key) for key in forward},
+        **{("backward", variant): run_backward.builder(variant) for variant in variants},
+        **{("elementwise", *names): elementwise.builder(*names) for names in both},
+    }
+
+
+def words(key: Hashable) -> str:
+    """A key in a few words."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return " ".join(part.storage if isinstance(part, Variant) else str(part) for part in parts)
