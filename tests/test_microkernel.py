@@ -222,16 +222,16 @@ def test_pack_v_tells_of_values_that_are_not_finite(machine, dtype, storage, val
 
 
 def blocks(dtype, storage):
-    """Kernel (which, then the arguments of score_block, few_scores, output_block)."""
+    """Kernel (which, then the arguments of score_block, few_scores, output_block, few_outputs)."""
 
     def build(unit):
         from fastattn.cpu.memory import pointer_to
-        from fastattn.cpu.products import few_scores, output_block, score_block
+        from fastattn.cpu.products import few_outputs, few_scores, output_block, score_block
         from fastattn.cpu.registers import jit
 
         real, stored = pointer_to(dtype), pointer_to(storage)
         packed, lying = score_block(dtype, unit), few_scores(dtype, unit, storage)
-        output = output_block(dtype, unit)
+        output, few = output_block(dtype, unit), few_outputs(dtype, unit)
 
         @jit
         def body(job):
@@ -239,10 +239,12 @@ def blocks(dtype, storage):
             if job[0] == 0:
                 packed(a, job[6], count, job[6], b, job[7], job[8], c, rs_c)
             elif job[0] == 1:
-                k, v, part = stored(job[3]), stored(job[9]), real(job[12])
-                lying(a, count, job[6], k, job[7], job[8], c, rs_c, v, job[10], job[11], part)
+                k, part = stored(job[3]), real(job[10])
+                lying(a, count, job[6], k, job[7], job[8], job[9], c, rs_c, part)
+            elif job[0] == 2:
+                output(a, job[6], count, b, job[7], job[8], job[9], c, rs_c)
             else:
-                output(a, job[6], count, b, job[7], job[8], job[9], job[10], c, rs_c)
+                few(a, job[6], count, b, job[7], job[8], job[9], c, rs_c)
 
         return body
 
@@ -282,7 +284,7 @@ def test_scores_of_a_block(machine, dtype, storage, head_dim, rng):
             packed, lying = (Guarded((count, padded), dtype, gap=5) for _ in range(2))
             keys_packed = packed_keys(k.view.astype(dtype), nr)
             on_block(machine, 0, q, keys_packed, packed, head_dim, 0, padded)
-            on_block(machine, 1, q, k, lying, head_dim, k.stride, keys, k, k.stride, 9, part)
+            on_block(machine, 1, q, k, lying, head_dim, k.stride, keys, keys, part)
             error = np.abs(packed.view[:, :keys] - exact)
             assert (error <= head_dim * np.finfo(dtype).eps * bound).all()
             lying.check(packed.view)
@@ -296,8 +298,8 @@ def test_output_of_a_block(machine, dtype, rng):
     mr, _, nr = tile_of(machine, dtype)
     lanes = lanes_of(machine, dtype)
     keys, panel_n = 7, 9
-    for count in (1, 3, mr, 2 * mr + 3):
-        for width in (lanes, nr, nr + lanes, 3 * nr):
+    for count in (1, 3, 4, mr, 2 * mr + 3):
+        for width in (lanes, nr, nr + lanes, 3 * nr, 9 * lanes, 11 * lanes):
             v = Guarded((keys, width), dtype, gap=3)
             v.view[...] = whole_numbers(rng, v.view.shape, dtype)
             panels = np.full(panel_n * width, np.nan, dtype)
@@ -309,7 +311,7 @@ def test_output_of_a_block(machine, dtype, rng):
                 p.view[:, start:stop] = whole_numbers(rng, (count, stop - start), dtype)
                 before = whole_numbers(rng, (count, width), dtype)
                 expected = before + p.view[:, start:stop] @ v.view[start:stop]
-                for values, rs_v, rows in ((v, v.stride, 0), (panels, 0, panel_n)):
+                for which, values, step in ((2, panels, panel_n), (3, v, v.stride)):
                     acc = Guarded((count, width), dtype, value=before)
-                    on_block(machine, 2, p, values, acc, p.stride, rs_v, rows, start, stop)
+                    on_block(machine, which, p, values, acc, p.stride, step, start, stop)
                     acc.check(expected)

@@ -51,14 +51,14 @@ from .softmax import drop_row, merge, row_update
 def softmax_block(variant: Variant, unit: VectorUnit):
     """Kernel: fold `count` rows of scores [start, stop) into their state, then add p · v to acc.
 
-    v, rs_v, panel_n  the values: packed (panel_n rows a panel) or as they lie (panel_n 0)
+    v, rs_v, panel_n  the values: packed (panel_n rows a panel) or a few rows' as they lie (0)
     first             key of the block that v starts with
     exclude           values that are not finite may belong to keys that a row does not see
     """
     dtype = variant.dtype
     lanes = unit.lanes(ITEMSIZE[dtype])
     update, drop = row_update(dtype, lanes), drop_row(dtype, lanes)
-    add_output = products.output_block(dtype, unit)
+    add_output, add_few = products.output_block(dtype, unit), products.few_outputs(dtype, unit)
     add_carefully = products.careful_product(dtype, unit)
     scalar = getattr(np, dtype)
 
@@ -109,8 +109,10 @@ def softmax_block(variant: Variant, unit: VectorUnit):
             for m in range(count):
                 out = at(acc, m * acc_stride)
                 add_carefully(at(p, m * s_stride), v, panel_n, begin, end, out, acc_stride)
+        elif panel_n != 0:
+            add_output(p, s_stride, count, v, panel_n, begin, end, acc, acc_stride)
         else:
-            add_output(p, s_stride, count, v, rs_v, panel_n, begin, end, acc, acc_stride)
+            add_few(p, s_stride, count, v, rs_v, begin, end, acc, acc_stride)
 
     return run
 
@@ -156,6 +158,7 @@ def key_block(variant: Variant, unit: VectorUnit):
         if first >= last:
             return
         keys = last - first
+        beyond = high_key(job, bottom, item[KEYS]) - n_start - first
         shared = (
             low_key(job, bottom) - n_start <= first
             and high_key(job, top, item[KEYS]) - n_start >= last
@@ -201,9 +204,8 @@ def key_block(variant: Variant, unit: VectorUnit):
             padded = (stop + lanes - 1) // lanes * lanes
             q = at(q_rows, m * head_dim)
             if keys_lie:
-                ahead = head_dim_v if values_lie else 0
                 to = at(s, first)
-                score_few(q, here, head_dim, k, k_row, keys, to, s_stride, v, v_row, ahead, spare)
+                score_few(q, here, head_dim, k, k_row, keys, beyond, to, s_stride, spare)
             else:
                 score_packed(q, head_dim, here, head_dim, panels, start, padded, s, s_stride)
             if field(job, "changes_scores") != 0:

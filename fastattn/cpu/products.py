@@ -11,14 +11,17 @@ import functools
 import numpy as np
 
 from ..machine import VectorUnit
-from .memory import at, element_loader, prefetch
-from .microkernel import LINE, ROWS_AHEAD, dot_square, panel_product, tile_shape
+from .memory import at, element_loader
+from .microkernel import LINE, dot_square, panel_product, product, tile_shape
 from .registers import ITEMSIZE, jit
 from .simd import operations
 
 # Dimensions that one chain of a score adds up. A chain of 224 errs 2.7 times as much as NumPy's
 # small products do, one of 64 at most 1.9 times; shorter ones cost more than they give.
 KC = 64
+# Registers of columns of the tiles for one row and for two, by number of vector registers: with one
+# row, a value is used once and needs no register.
+FEW_TILES = {16: ((8, 4), (4, 2)), 32: ((8, 4), (8, 4))}
 FEW_ROWS = 4  # at most so many rows are worth computing without packing the keys
 
 
@@ -28,7 +31,7 @@ def score_block(dtype: str, unit: VectorUnit):
 
     start a multiple of nr, stop of lanes.
     """
-    product = panel_product(dtype, unit)
+    multiply = panel_product(dtype, unit)
     nr = np.int64(tile_shape(unit)[1] * unit.lanes(ITEMSIZE[dtype]))
 
     @jit
@@ -37,7 +40,7 @@ def score_block(dtype: str, unit: VectorUnit):
             panel, to, wide = at(k_panels, n * head_dim), at(s, n), n + nr <= stop
             for d in range(0, max(head_dim, 1), KC):  # once without dims: the scores are then 0
                 q, part, depth = at(q_rows, d), at(panel, d * nr), min(KC, head_dim - d)
-                product(wide, count, q, q_stride, part, nr, to, s_stride, depth, d)
+                multiply(wide, count, q, q_stride, part, nr, to, s_stride, depth, d)
 
     return run
 
@@ -46,34 +49,29 @@ def score_block(dtype: str, unit: VectorUnit):
 def few_scores(dtype: str, unit: VectorUnit, storage: str):
     """Kernel: the same for a few rows, from keys as they lie (contiguous columns).
 
-    Reading the keys is all that this costs, so the keys ROWS_AHEAD on and the values of these are
-    asked for on the way: 0.31 -> 0.64 of the read bandwidth that one thread has alone.
+    Reading the keys is all that this costs, and the products take them in an order that no hardware
+    foresees. So the next register of rows is loaded in the order of memory meanwhile, one load a
+    line, its values unused. Share of the bandwidth of a plain read loop, one thread, head_dim 128:
+    prefetch instructions 0.42, loads 0.90; with four rows 0.41 and 0.58.
 
-    k, v     first key and value of the block, rows rs_k and rs_v apart
+    k        first key of the block, rows rs_k apart
     keys     how many there are; s is written up to the next multiple of lanes
-    ahead_v  elements of each value row to ask for; 0 if they are wanted in another way
+    beyond   how many may be read, the keys of later blocks included
     part     (FEW_ROWS + 1, lanes) scratch
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
     simd = operations(dtype, lanes)
-    load, store, splat, fma = simd.load, simd.store, simd.splat, simd.fma
+    load, store, splat, fma, vmax = simd.load, simd.store, simd.splat, simd.fma, simd.vmax
+    load_stored = simd.loader(storage)
     four, one = (dot_square(dtype, lanes, storage, rows) for rows in (4, 1))
     scalar, line = getattr(np, dtype), LINE // ITEMSIZE[storage]
     element = element_loader(storage, dtype)
 
     @jit
-    def chain(q, head_dim, rows, key, rs_k, last, start, stop, part):
-        """part[m] = q[m, start:stop] · key[:, start:stop] for one register of keys."""
-        for m in range(rows):
-            store(part, m * lanes, splat(scalar(0)))
-        whole = start + (stop - start) // lanes * lanes
-        for d in range(start, whole, lanes):
-            if rows == 4:
-                four(at(q, d), head_dim, at(key, d), rs_k, last, part)
-            else:
-                one(at(q, d), head_dim, at(key, d), rs_k, last, part)
+    def tail(q, head_dim, rows, key, rs_k, last, start, stop, part):
+        """part[m] += q[m, start:stop] · key[:, start:stop], fewer dims than a register holds."""
         column = at(part, FEW_ROWS * lanes)
-        for d in range(whole, stop):
+        for d in range(start, stop):
             for i in range(lanes):
                 column[i] = element(key, min(i, last) * rs_k + d)
             for m in range(rows):
@@ -81,55 +79,106 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
                 store(part, m * lanes, fma(q_d, load(column, 0), load(part, m * lanes)))
 
     @jit
-    def ask(rows, row_stride, start, stop):
-        """Prefetch dims [start, stop) of one register of rows."""
-        for d in range(start, stop, line):
-            for i in range(lanes):
-                prefetch(rows, i * row_stride + d)
-
-    @jit
-    def run(q_rows, count, head_dim, k, rs_k, keys, s, s_stride, v, rs_v, ahead_v, part):
+    def run(q_rows, count, head_dim, k, rs_k, keys, beyond, s, s_stride, part):
+        whole = head_dim // lanes * lanes
+        rows_a_step = (lanes * lanes + whole - 1) // max(whole, 1)
+        touched = splat(scalar(0))
         for n in range(0, keys, lanes):
             key, last = at(k, n * rs_k), keys - 1 - n
+            ahead, ahead_stop = n + lanes, min(n + 2 * lanes, beyond)
             m = 0
             while m < count:
                 rows = 4 if count - m >= 4 else 1
                 q = at(q_rows, m * head_dim)
                 for i in range(rows):
                     store(s, (m + i) * s_stride + n, splat(scalar(0)))
-                for d in range(0, head_dim, KC):
-                    stop = min(d + KC, head_dim)
-                    if m == 0:
-                        ask(at(key, ROWS_AHEAD * rs_k), rs_k, d, stop)
-                        ask(at(v, n * rs_v), rs_v, d, min(stop, ahead_v))
-                    chain(q, head_dim, rows, key, rs_k, last, d, stop, part)
+                for start in range(0, head_dim, KC):
+                    for i in range(rows):
+                        store(part, i * lanes, splat(scalar(0)))
+                    for d in range(start, min(start + KC, whole), lanes):
+                        for r in range(ahead, min(ahead + rows_a_step, ahead_stop)):
+                            for c in range(0, whole, line):
+                                touched = vmax(touched, load_stored(k, r * rs_k + c))
+                        ahead += rows_a_step
+                        if rows == 4:
+                            four(at(q, d), head_dim, at(key, d), rs_k, last, part)
+                        else:
+                            one(at(q, d), head_dim, at(key, d), rs_k, last, part)
+                    stop = min(start + KC, head_dim)
+                    tail(q, head_dim, rows, key, rs_k, last, max(start, whole), stop, part)
                     for i in range(rows):
                         place = (m + i) * s_stride + n
                         store(s, place, load(s, place) + load(part, i * lanes))
                 m += rows
+        store(part, FEW_ROWS * lanes, touched)  # else the loads would be left out
 
     return run
 
 
 @functools.cache
 def output_block(dtype: str, unit: VectorUnit):
-    """Kernel: acc[m] += sum_n p[m, n] * v[n] for n in [start, stop).
+    """Kernel: acc[m] += sum_n p[m, n] * v[n] for n in [start, stop), from packed values.
 
-    panel_n  rows of a panel of packed values; 0: v holds the values as they lie, rows rs_v apart
+    panel_n  rows of a panel
     """
-    product, add = panel_product(dtype, unit), np.int64(1)
+    multiply, add = panel_product(dtype, unit), np.int64(1)
     lanes = unit.lanes(ITEMSIZE[dtype])
     nr = tile_shape(unit)[1] * lanes
 
     @jit
-    def run(p, s_stride, count, v, rs_v, panel_n, start, stop, acc, acc_stride):
+    def run(p, s_stride, count, v, panel_n, start, stop, acc, acc_stride):
         p, depth = at(p, start), stop - start
         for d in range(0, acc_stride, nr):
             width = min(nr, acc_stride - d)
-            rs = rs_v if panel_n == 0 else width
-            columns = at(v, (d if panel_n == 0 else d * panel_n) + start * rs)
-            to, wide = at(acc, d), width == nr
-            product(wide, count, p, s_stride, columns, rs, to, acc_stride, depth, add)
+            panel, to, wide = at(v, d * panel_n + start * width), at(acc, d), width == nr
+            multiply(wide, count, p, s_stride, panel, width, to, acc_stride, depth, add)
+
+    return run
+
+
+@functools.cache
+def few_outputs(dtype: str, unit: VectorUnit):
+    """Kernel: the same for up to FEW_ROWS rows, from values as they lie, rows rs_v apart.
+
+    Read by columns of nr, values come from memory at 0.35 of the bandwidth of a plain read loop
+    (four rows: 0.28); by whole rows of head_dim 128 at 1.0.
+    """
+    lanes = unit.lanes(ITEMSIZE[dtype])
+    rest, nr, add = panel_product(dtype, unit), tile_shape(unit)[1] * lanes, np.int64(1)
+
+    def some_rows(rows):
+        """Kernel: one or two rows against all columns, in tiles as wide as fit."""
+        shapes = FEW_TILES[unit.registers][rows - 1]
+        wide, slim = (product(dtype, lanes, rows, nv) for nv in shapes)
+        wide_width, slim_width = (nv * lanes for nv in shapes)
+
+        @jit
+        def run(p, s_stride, v, rs_v, depth, acc, acc_stride):
+            d = 0
+            while d + wide_width <= acc_stride:
+                wide(p, s_stride, at(v, d), rs_v, at(acc, d), acc_stride, depth, add)
+                d += wide_width
+            while d + slim_width <= acc_stride:
+                slim(p, s_stride, at(v, d), rs_v, at(acc, d), acc_stride, depth, add)
+                d += slim_width
+            while d < acc_stride:
+                whole, to = d + nr <= acc_stride, at(acc, d)
+                rest(whole, rows, p, s_stride, at(v, d), rs_v, to, acc_stride, depth, add)
+                d += nr
+
+        return run
+
+    one, two = some_rows(1), some_rows(2)
+
+    @jit
+    def run(p, s_stride, count, v, rs_v, start, stop, acc, acc_stride):
+        p, v, depth = at(p, start), at(v, start * rs_v), stop - start
+        for m in range(0, count - 1, 2):
+            to = at(acc, m * acc_stride)
+            two(at(p, m * s_stride), s_stride, v, rs_v, depth, to, acc_stride)
+        if count % 2 != 0:
+            to = at(acc, (count - 1) * acc_stride)
+            one(at(p, (count - 1) * s_stride), s_stride, v, rs_v, depth, to, acc_stride)
 
     return run
 
