@@ -26,7 +26,9 @@ LAYERS = [
     "nn.loading",
     "nn.multihead_weights",
     "nn.activations nn.norms nn.cache nn.positions",
-    "nn.positions.rope",
+    "nn.positions.xpos",
+    "nn.positions.rope nn.positions.absolute nn.positions.biases nn.positions.shaw "
+    "nn.positions.transformer_xl",
     "nn.positions.rotary nn.positions.scaling nn.positions.integers",
     "nn.linear nn.compiled",
     "sdpa weights backward",

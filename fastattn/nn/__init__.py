@@ -11,7 +11,7 @@ from .activations import activate, gelu, gelu_tanh, relu, silu
 from .cache import KVCache
 from .linear import LinearWeights, linear, stack_linear
 from .loading import load_multihead
-from .multihead import multihead_attention, project_keys
+from .multihead import join_heads, multihead_attention, project_heads, project_keys
 from .multihead_weights import MultiHeadWeights
 from .norms import LayerNormWeights, RMSNormWeights, add_norm, layer_norm, rms_norm
 from .transformer import TransformerLayerWeights, transformer_layer
@@ -27,11 +27,13 @@ __all__ = [
     "add_norm",
     "gelu",
     "gelu_tanh",
+    "join_heads",
     "layer_norm",
     "linear",
     "load_multihead",
     "multihead_attention",
     "positions",
+    "project_heads",
     "project_keys",
     "relu",
     "rms_norm",

@@ -76,10 +76,41 @@ def multihead_attention(
     options["backend"] = backend
     if weights.sinks is not None:
         options.setdefault("sinks", weights.sinks)
-    q, k, v = _heads_of(x, keys, values, weights, rotary)
+    q, k, v = _heads(x, keys, values, weights, rotary)
+    # Heads side by side in memory, as the projection back wants them.
     mixed = np.empty((*x.shape[:-1], weights.num_heads, weights.head_dim_v), x.dtype)
-    _attend(q, k, v, weights, cache, options, mixed.swapaxes(-3, -2))
-    return linear(mixed.reshape(*x.shape[:-1], weights.out.weight.shape[1]), weights.out)
+    out = mixed.swapaxes(-3, -2)
+    _attend(q, k, v, weights, cache, options, out)
+    return join_heads(out, weights)
+
+
+def project_heads(
+    x: np.ndarray, weights: MultiHeadWeights, *, rotary: Rotations = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what multihead_attention() gives to the core, for another one in its place.
+
+    Returns
+    -------
+    q, k, v : (..., heads, tokens, dim): views of the projections of x (..., tokens, model_dim)
+    """
+    _check_call(x, None, None, weights, None, {})
+    return _heads(x, None, None, weights, rotary)
+
+
+def join_heads(heads: np.ndarray, weights: MultiHeadWeights) -> np.ndarray:
+    """Return (..., tokens, model_dim) from the results of all heads.
+
+    Parameters
+    ----------
+    heads : (..., num_heads, tokens, head_dim_v), dtype of the weights
+    """
+    wanted = (weights.num_heads, weights.head_dim_v)
+    if heads.ndim < 3 or (heads.shape[-3], heads.shape[-1]) != wanted:
+        raise ValueError(
+            f"heads must have shape (..., {wanted[0]}, tokens, {wanted[1]}), got {heads.shape}"
+        )
+    rows = heads.swapaxes(-3, -2)
+    return linear(rows.reshape(*rows.shape[:-2], wanted[0] * wanted[1]), weights.out)
 
 
 def project_keys(
@@ -113,7 +144,7 @@ def project_keys(
     return k, v
 
 
-def _heads_of(
+def _heads(
     x: np.ndarray,
     keys: np.ndarray | KVCache | None,
     values: np.ndarray | None,

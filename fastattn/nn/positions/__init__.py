@@ -1,5 +1,13 @@
-"""Positional encodings: what is added to tokens, turned in queries and keys, or added to scores."""
+"""Positional encodings: what is added to tokens, turned in queries and keys, or added to scores.
 
+added to tokens        sinusoidal, learned
+queries and keys       Rope with its scalings, xpos_rotations: `rotary` of nn.multihead_attention
+added to scores        alibi_slopes, t5_arguments: arguments of attention and multihead_attention
+in place of attention  shaw_attention, transformer_xl_attention
+"""
+
+from .absolute import learned, sinusoidal
+from .biases import alibi_slopes, t5_arguments
 from .rope import Rope
 from .rotary import Rotation, apply_rotary
 from .scaling import (
@@ -10,6 +18,9 @@ from .scaling import (
     NoScaling,
     YarnScaling,
 )
+from .shaw import shaw_attention
+from .transformer_xl import transformer_xl_attention
+from .xpos import xpos_rotations
 
 __all__ = [
     "DynamicScaling",
@@ -20,5 +31,12 @@ __all__ = [
     "Rope",
     "Rotation",
     "YarnScaling",
+    "alibi_slopes",
     "apply_rotary",
+    "learned",
+    "shaw_attention",
+    "sinusoidal",
+    "t5_arguments",
+    "transformer_xl_attention",
+    "xpos_rotations",
 ]
