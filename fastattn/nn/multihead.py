@@ -76,7 +76,7 @@ def multihead_attention(
     options["backend"] = backend
     if weights.sinks is not None:
         options.setdefault("sinks", weights.sinks)
-    q, k, v = _heads(x, keys, values, weights, rotary)
+    q, k, v = _heads(x, keys, values, weights, rotary, backend)
     # Heads side by side in memory, as the projection back wants them.
     mixed = np.empty((*x.shape[:-1], weights.num_heads, weights.head_dim_v), x.dtype)
     out = mixed.swapaxes(-3, -2)
@@ -85,7 +85,7 @@ def multihead_attention(
 
 
 def project_heads(
-    x: np.ndarray, weights: MultiHeadWeights, *, rotary: Rotations = None
+    x: np.ndarray, weights: MultiHeadWeights, *, rotary: Rotations = None, backend: str = "auto"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return what multihead_attention() gives to the core, for another one in its place.
 
@@ -94,7 +94,7 @@ def project_heads(
     q, k, v : (..., heads, tokens, dim): views of the projections of x (..., tokens, model_dim)
     """
     _check_call(x, None, None, weights, None, {})
-    return _heads(x, None, None, weights, rotary)
+    return _heads(x, None, None, weights, rotary, backend)
 
 
 def join_heads(heads: np.ndarray, weights: MultiHeadWeights) -> np.ndarray:
@@ -119,12 +119,13 @@ def project_keys(
     *,
     values: np.ndarray | None = None,
     rotary: Rotation | None = None,
+    backend: str = "auto",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the keys and values of cross-attention, for KVCache.append().
 
     Parameters
     ----------
-    keys, values : as in multihead_attention()
+    keys, values, backend : as in multihead_attention()
     rotary : Rotation of the keys
 
     Returns
@@ -140,7 +141,7 @@ def project_keys(
         check_tokens(values, weights.v.weight, "values")
         k, v = _split(linear(keys, weights.k), heads), _split(linear(values, weights.v), heads)
     if rotary is not None:
-        rotary.apply(k, out=k)
+        rotary.apply(k, out=k, backend=backend)
     return k, v
 
 
@@ -150,6 +151,7 @@ def _heads(
     values: np.ndarray | None,
     weights: MultiHeadWeights,
     rotary: Rotations,
+    backend: str,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q, k and v, (..., heads, tokens, dim), turned: views of as few products as can be."""
     heads_q, heads_k = weights.num_heads, weights.heads_kv
@@ -157,20 +159,22 @@ def _heads(
         heads = _split(linear(x, weights.qkv), heads_q + 2 * heads_k)
         if isinstance(rotary, Rotation):  # queries and keys lie side by side: one pass
             turned = heads[..., : heads_q + heads_k, :, :]
-            rotary.apply(turned, out=turned)
+            rotary.apply(turned, out=turned, backend=backend)
             rotary = None
         q, k, v = np.split(heads, [heads_q, heads_q + heads_k], axis=-3)
         if rotary is not None:
-            rotary[0].apply(q, out=q)
-            rotary[1].apply(k, out=k)
+            rotary[0].apply(q, out=q, backend=backend)
+            rotary[1].apply(k, out=k, backend=backend)
         return q, k, v
     of_q, of_k = (rotary, rotary) if isinstance(rotary, Rotation) else rotary or (None, None)
     q = _split(linear(x, weights.q), heads_q)
     if of_q is not None:
-        of_q.apply(q, out=q)
+        of_q.apply(q, out=q, backend=backend)
     if isinstance(keys, KVCache):
         return q, keys.keys, keys.values
-    return q, *project_keys(x if keys is None else keys, weights, values=values, rotary=of_k)
+    return q, *project_keys(
+        x if keys is None else keys, weights, values=values, rotary=of_k, backend=backend
+    )
 
 
 def _attend(

@@ -22,9 +22,13 @@ class Rotation:
     sin: np.ndarray
     interleaved: bool = False
 
-    def apply(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def apply(
+        self, x: np.ndarray, out: np.ndarray | None = None, backend: str = "auto"
+    ) -> np.ndarray:
         """Return apply_rotary() of x (..., tokens, head_dim); out may be x itself."""
-        return apply_rotary(x, self.cos, self.sin, interleaved=self.interleaved, out=out)
+        return apply_rotary(
+            x, self.cos, self.sin, interleaved=self.interleaved, out=out, backend=backend
+        )
 
 
 def apply_rotary(
