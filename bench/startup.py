@@ -2,6 +2,7 @@
 
     python bench/startup.py
     python bench/startup.py --rounds 9 --json
+    python bench/startup.py --dtypes float16,bfloat16,float64
 
 Seconds are taken inside the fresh process, so that starting Python is not counted.
 """
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import repository
@@ -20,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastattn.benchmark import record, summary
-from fastattn.commands.terminal import count
+from fastattn.commands.terminal import checked, count
 from fastattn.machine import default_num_threads
 
 IMPORT = """
@@ -33,22 +35,35 @@ print(time.perf_counter() - start)
 FIRST_CALL = """
 import time
 import numpy as np
-q = np.ones((1, 8, 256, 64), np.float32)
+if "{dtype}" == "bfloat16":
+    import ml_dtypes
+q = np.ones((1, 8, 256, 64), "{dtype}")
 start = time.perf_counter()
 import fastattn
 fastattn.attention(q, q, q)
 print(time.perf_counter() - start)
 """
 
-WARM = "first call, warm cache"
+DTYPES = ("float32", "float16", "bfloat16", "float64")
 
-# (program, whether FASTATTN_CACHE is a fresh folder)
-STAGES = {
-    "import numpy": (IMPORT.format(module="numpy"), False),
-    "import fastattn": (IMPORT.format(module="fastattn"), False),
-    "first call, cold cache": (FIRST_CALL, True),
-    WARM: (FIRST_CALL, False),
-}
+
+class Stage(NamedTuple):
+    """What is timed in a process of its own."""
+
+    program: str
+    cold: bool = False  # whether FASTATTN_CACHE is a fresh folder
+
+
+IMPORTS = {f"import {name}": Stage(IMPORT.format(module=name)) for name in ("numpy", "fastattn")}
+
+
+def first_calls(dtype: str) -> dict[str, Stage]:
+    """The first call with arrays of one dtype; float32 goes without saying."""
+    program, of = FIRST_CALL.format(dtype=dtype), "" if dtype == "float32" else f", {dtype}"
+    return {
+        f"first call, cold cache{of}": Stage(program, cold=True),
+        f"first call, warm cache{of}": Stage(program),
+    }
 
 
 def seconds_in_fresh_process(program: str, cache: Path) -> float:
@@ -64,32 +79,46 @@ def seconds_in_fresh_process(program: str, cache: Path) -> float:
     return float(done.stdout)
 
 
-def measure(stage: str, cache: Path) -> float:
+def measure(stage: Stage, cache: Path) -> float:
     """Seconds of one stage. cache is a warm cache; a cold stage gets an empty one of its own."""
-    program, cold = STAGES[stage]
-    if not cold:
-        return seconds_in_fresh_process(program, cache)
+    if not stage.cold:
+        return seconds_in_fresh_process(stage.program, cache)
     with tempfile.TemporaryDirectory() as empty:
-        return seconds_in_fresh_process(program, Path(empty))
+        return seconds_in_fresh_process(stage.program, Path(empty))
 
 
-def run(rounds: int) -> dict[str, dict]:
+def run(stages: dict[str, Stage], rounds: int) -> dict[str, dict]:
     """{stage: {"seconds": [per round]}}, the stages interleaved."""
-    results = {stage: {"seconds": []} for stage in STAGES}
+    results: dict[str, dict] = {name: {"seconds": []} for name in stages}
     with tempfile.TemporaryDirectory() as cache:
-        measure(WARM, Path(cache))  # fills the cache
+        for stage in stages.values():
+            seconds_in_fresh_process(stage.program, Path(cache))  # fills the cache
         for _ in range(rounds):
-            for stage, result in results.items():
-                result["seconds"].append(measure(stage, Path(cache)))
+            for name, stage in stages.items():
+                results[name]["seconds"].append(measure(stage, Path(cache)))
     return results
+
+
+def dtypes_of(text: str) -> list[str]:
+    """Names of dtypes by a comma-separated list."""
+    for word in text.split(","):
+        if word not in DTYPES:
+            raise ValueError(f"dtypes must be among {DTYPES}, got {word!r}")
+    return text.split(",")
 
 
 def main() -> None:
     parser = repository.parser(__doc__)
     repository.add_json(parser)
     parser.add_argument("--rounds", type=count, default=5, help="of all stages (default 5)")
+    parser.add_argument(
+        "--dtypes", type=checked(dtypes_of), default="float32", help="of first calls"
+    )
     options = parser.parse_args()
-    results = run(options.rounds)
+    stages = dict(IMPORTS)
+    for dtype in options.dtypes:
+        stages.update(first_calls(dtype))
+    results = run(stages, options.rounds)
     shown = Table("stage", "median", "fastest", "slowest")
     for stage, result in results.items():
         seconds = result["seconds"]
