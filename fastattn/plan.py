@@ -17,6 +17,9 @@ SPLIT_N = 1024
 # the level-2 cache.
 BLOCK_M = 384
 MC = 48  # rows whose scores are held at once
+# Query rows and keys of a block of the gradients, for all dtypes and head_dim: whole register tiles
+# both ways, as each stands for rows in one product and for columns in another.
+BACKWARD_M, BACKWARD_N = 112, 224
 # Work below this is faster on one thread: waking another costs about 10 us.
 FLOP_PER_THREAD = 2_000_000
 SLOWER = "slower: its scores and probabilities go through memory"
@@ -84,27 +87,18 @@ def _plan_backward(problem: Problem, backend: str, num_threads: int) -> Plan:
 
 
 def _cpu_plan_backward(problem: Problem, reason: str, num_threads: int) -> Plan:
-    block_m, block_n = blocks_backward(problem)
     threads = max(1, min(num_threads, problem.flop // FLOP_PER_THREAD))
-    items = problem.batch * problem.heads_kv * -(-problem.seqlen_k // block_n)
+    items = problem.batch * problem.heads_kv * -(-problem.seqlen_k // BACKWARD_N)
     return Plan(
         backend="cpu",
         problem=problem,
         reason=reason,
         rejected=(("numpy", SLOWER),),
-        block_m=block_m,
-        block_n=block_n,
+        block_m=BACKWARD_M,
+        block_n=BACKWARD_N,
         num_threads=min(threads, max(items, 1)),
         work_items=items,
     )
-
-
-def blocks_backward(problem: Problem) -> tuple[int, int]:
-    """(rows, keys) of a block of the gradients, of the dtype and head_dim alone.
-
-    Multiples of every register tile: of 14 and 6 rows, of 32, 16 and 8 columns.
-    """
-    return (112, 224)
 
 
 def _numpy_plan(problem: Problem, reason: str, why_not_cpu: str, num_threads: int) -> Plan:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 
 import numpy as np
 import pytest
 from cases import Case
+from processes import fresh
 from test_backward import backward
 
 import fastattn
@@ -81,9 +83,40 @@ def test_memory_beyond_the_gradients_does_not_grow_with_the_scores(backend):
     assert peak - sum(a.nbytes for a in gradients) < (scores / 4 if backend == "numpy" else 1 << 20)
 
 
+PEAK = """
+import json, re
+from pathlib import Path
+import numpy as np
+import fastattn
+
+def bytes_of(name):
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{name}:\\s*(\\d+) kB$", status, re.MULTILINE).group(1)) << 10
+
+def call(seqlen):
+    q = np.random.default_rng(0).standard_normal((2, seqlen, 64), dtype=np.float32)
+    lse = np.full((2, seqlen), 12, np.float32)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = bytes_of("VmRSS")
+    found = fastattn.attention_backward(q, q, q, q, q, lse, causal=True, backend="cpu")
+    return bytes_of("VmHWM") - before - sum(a.nbytes for a in found)
+
+fastattn.set_num_threads(2)
+call(300)
+print(json.dumps(call(16384)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_of_16384_tokens(tmp_path):
+    """At most 8 MiB a thread beyond the gradients; the scores would be 2 GiB."""
+    assert fresh(PEAK, tmp_path) < 2 * 8 << 20
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_wide_heads(dtype):
-    """Blocks are chosen by head_dim: see plan.blocks_backward()."""
+    """More of each than one register tile, and parts of one."""
     for head_dim, head_dim_v in ((96, 160), (256, 64), (300, 7)):
         case = Case("wide", 130, 250, head_dim, head_dim_v, heads_q=1, causal=True, dtype=dtype)
         ours = backward("cpu", case.arrays(), case.flags())[2]

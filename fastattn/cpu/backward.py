@@ -317,10 +317,12 @@ def backward_kernel(variant: Variant, unit: VectorUnit):
         item = INTEGERS(scratch)
         places = scratch_places(job, real(scratch + 8 * ITEM_SIZE))
         heads_kv, n_blocks = field(job, "heads_kv"), field(job, "n_blocks")
-        heads = field(job, "heads_per_item")
+        heads, together = field(job, "heads_per_item"), field(job, "together")
         shares = field(job, "num_items") // n_blocks
+        start = number // (n_blocks * together) * together
+        width, rest = min(together, shares - start), number - start * n_blocks
         # The first keys first: under a causal mask most rows see them.
-        n_block, first = number // shares, number % shares * heads
+        n_block, first = rest // width, (start + rest % width) * heads
         for head in range(first, first + heads):
             item[BATCH], item[HEAD] = head // heads_kv, head % heads_kv
             read_ranges(job, item)

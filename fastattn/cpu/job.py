@@ -75,6 +75,7 @@ GRADIENT_FIELDS = (
     "progress",  # address of (batch * heads_kv, key blocks) int64: see backward.py
     "n_blocks",  # key blocks
     "heads_per_item",  # key heads of a work item: 1, or all, where they share dbias
+    "together",  # as many of these take turns; then come the next
     "q_stride",  # row strides of packed rows of q and k, and of dout
     "d_stride",
     *(operand + part for operand in GRADIENT_OPERANDS for part in PARTS),

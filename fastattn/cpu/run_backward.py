@@ -77,6 +77,9 @@ def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) 
         "n_blocks": n_blocks,
         "num_items": n_blocks * (heads // heads_per_item),
         "heads_per_item": heads_per_item,
+        # Few heads at a time, whose rows then stay in the last-level cache (8 heads of 4096 tokens:
+        # 89.4 -> 90.7 % of the multiply-add peak), and still no two threads at one.
+        "together": num_threads,
         "dalibi": address(dalibi),
     }
     kept += [counter, progress, dalibi]
