@@ -20,6 +20,8 @@ LAYERS = [
     "benchmark.onnx_call benchmark.record benchmark.roofline benchmark.work",
     "benchmark benchmark.cases",
     "udl",
+    "udl.layers",
+    "udl.attention",
     "nn",
     "nn.transformer",
     "nn.multihead",

@@ -132,6 +132,49 @@ def test_any_number_of_heads(num_heads, tokens, backend, rng):
     assert ours.shape == (24, tokens)
 
 
+def loop_over_tokens(X, E, head, masked):
+    """Equations 12.2 to 12.5, one query and one key at a time, with the scale of 12.9."""
+    omega_v, omega_q, omega_k, beta_v, beta_q, beta_k = head
+    columns = []
+    for n in range(X.shape[1]):
+        seen = range(n + 1) if masked else range(E.shape[1])
+        query = beta_q[:, 0] + omega_q @ X[:, n]
+        keys = [beta_k[:, 0] + omega_k @ E[:, m] for m in seen]
+        weights = np.exp([key @ query / np.sqrt(len(query)) for key in keys])
+        values = [beta_v[:, 0] + omega_v @ E[:, m] for m in seen]
+        columns.append(sum(a * v for a, v in zip(weights / weights.sum(), values, strict=True)))
+    return np.stack(columns, axis=1)
+
+
+def test_masked_tokens_see_no_later_ones(backend, rng):
+    X = rng.standard_normal((7, 11))
+    head = make_head(rng, 7, 5, 3)
+    ours = udl.masked_self_attention(X, *head, backend=backend)
+    np.testing.assert_allclose(ours, loop_over_tokens(X, X, head, True), rtol=0, atol=1e-12)
+
+
+def test_cross_attention(backend, rng):
+    X, E = rng.standard_normal((7, 11)), rng.standard_normal((9, 4))
+    of_x, of_e = make_head(rng, 7, 5, 3), make_head(rng, 9, 5, 3)
+    head = of_e._replace(omega_q=of_x.omega_q)
+    ours = udl.cross_attention(X, E, *head, backend=backend)
+    np.testing.assert_allclose(ours, loop_over_tokens(X, E, head, False), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["masked", "cross"])
+def test_any_number_of_heads_masked_and_cross(kind, backend, rng):
+    X, E = rng.standard_normal((8, 6)), rng.standard_normal((8, 9))
+    heads = [make_head(rng, 8, 4, 2) for _ in range(3)]
+    omega_c = rng.standard_normal((5, 6))
+    if kind == "masked":
+        ours = udl.multihead_self_attention(X, heads, omega_c, masked=True, backend=backend)
+        parts = [loop_over_tokens(X, X, head, True) for head in heads]
+    else:
+        ours = udl.multihead_cross_attention(X, E, heads, omega_c, backend=backend)
+        parts = [loop_over_tokens(X, E, head, False) for head in heads]
+    np.testing.assert_allclose(ours, omega_c @ np.concatenate(parts), rtol=0, atol=1e-12)
+
+
 def test_strided_and_read_only_input(rng, backend):
     X = rng.standard_normal((14, 22))[::2, ::-2]
     X.flags.writeable = False
@@ -203,6 +246,23 @@ ERRORS = {
         lambda: udl.self_attention(np.zeros((8, 6)), *HEAD._replace(beta_v=np.zeros((1, 4)))),
         ValueError,
         "beta_v must have shape (4, 1), got (1, 4)",
+    ),
+    "E-features": (
+        lambda: udl.cross_attention(np.zeros((8, 6)), np.zeros((9, 6)), *HEAD),
+        ValueError,
+        "omega_v must have shape (rows, 9) to fit E, got (4, 8)",
+    ),
+    "E-keys": (
+        lambda: udl.cross_attention(
+            np.zeros((8, 6)), np.zeros((9, 6)), *HEAD._replace(omega_v=np.zeros((4, 9)))
+        ),
+        ValueError,
+        "omega_k must have shape (4, 9), got (4, 8)",
+    ),
+    "E-rank": (
+        lambda: udl.multihead_cross_attention(np.zeros((8, 6)), np.zeros(9), [HEAD], np.eye(4)),
+        ValueError,
+        "E must have shape (D, N), got (9,)",
     ),
     "no-heads": (
         lambda: call_heads([]),
