@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import repository
 
-from fastattn.benchmark import cases, peers, plots, summary
+from fastattn.benchmark import cases, peers, plots, record, summary
 
 README = repository.ROOT / "README.md"
 BEGIN = "<!-- begin: written by bench/report.py -->"
@@ -78,7 +78,7 @@ def caption(setting: dict) -> str:
     """On what, with what and at which commit the figures were measured."""
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     return (
-        f"{setting['cpu']}, {setting['num_threads']} threads, Python {setting['python']}, "
+        f"{record.machine_text(setting)}, Python {setting['python']}, "
         f"{versions}; commit {setting['commit'] or 'unknown'}."
     )
 

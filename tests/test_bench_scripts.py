@@ -160,6 +160,16 @@ def test_pairs_take_turns(monkeypatch):
     assert len(first) == len(second) == 3
 
 
+def test_results_for_a_lesser_target_have_a_file_of_their_own(monkeypatch):
+    monkeypatch.setattr(record, "cpu_name", lambda: "Some(R) CPU  @ 2.40 GHz")
+    monkeypatch.delenv("FASTATTN_TARGET", raising=False)
+    assert record.file_name() == "some-r-cpu-2-40-ghz.json"
+    assert record.setting(1)["target"] == ""
+    monkeypatch.setenv("FASTATTN_TARGET", "x86-64-v3")
+    assert record.file_name() == "some-r-cpu-2-40-ghz-x86-64-v3.json"
+    assert record.setting(1)["target"] == "x86-64-v3"
+
+
 def test_results_of_other_runs_stay(tmp_path):
     path = tmp_path / "machine.json"
     record.save(path, "forward", {"n": 1}, {"a": {"seconds": [1, 2]}, "b": {"seconds": [3]}})

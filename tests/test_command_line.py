@@ -14,7 +14,7 @@ from processes import PACKAGE, fresh
 
 from fastattn import commands, plan
 from fastattn.benchmark import cases, peers, verify
-from fastattn.commands import info
+from fastattn.commands import bench, info
 from fastattn.cpu import built_in, compile, prebuilt, threads
 from fastattn.cpu import run as cpu_run
 from fastattn.problem import Variant
@@ -237,6 +237,33 @@ def test_bench_says_what_it_does_not_know(capsys):
     assert message.endswith("got 'nope'")
     message = refused(capsys, "bench", "--threads", 0)
     assert message.endswith("argument --threads: must be an int of at least 1, got '0'")
+
+
+def test_bench_refuses_what_it_could_not_keep(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench, "measure", lambda options, screen: pytest.fail("measured"))
+    notes = tmp_path / "notes.txt"
+    notes.write_text("not results")
+    assert run("bench", "--json", notes) == 1
+    text = f"fastattn: results must be kept in a file of results, got {notes}\n"
+    assert capsys.readouterr().err == text
+    assert run("bench", "--json", notes / "x.json") == 1
+    assert "fastattn: [Errno" in capsys.readouterr().err
+    assert run("bench", "--plot", notes) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("fastattn: a plot must be one of ")
+    assert error.endswith(f", got {notes}\n")
+
+
+def test_an_interrupt_is_silent(capsys, monkeypatch):
+    def interrupted(options, screen):
+        raise KeyboardInterrupt
+
+    pytest.importorskip("rich")
+    monkeypatch.setattr(bench, "measure", interrupted)
+    assert run("bench") == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

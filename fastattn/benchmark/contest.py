@@ -86,12 +86,13 @@ def calls_per_sample(run: Callable[[], Any]) -> int:
 def sample(run: Callable[[], Any], calls: int) -> float:
     """Mean seconds of one call."""
     gc.disable()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    seconds = time.perf_counter() - start
-    gc.enable()
-    return seconds / calls
+    try:
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return (time.perf_counter() - start) / calls
+    finally:
+        gc.enable()
 
 
 def paired(

@@ -34,6 +34,14 @@ def figure_class() -> type[Figure]:
     return Figure
 
 
+def check(path: Path) -> None:
+    """Raise ImportError or ValueError if draw() could not write this file."""
+    canvas = figure_class()().canvas
+    if path.suffix[1:] not in canvas.get_supported_filetypes():
+        kinds = ", ".join(canvas.get_supported_filetypes())
+        raise ValueError(f"a plot must be one of {kinds}, got {path}")
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
     """Write a picture of results: the sections of a file that record.save() makes."""
     panels = list(_panels(results))

@@ -27,4 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ImportError, ValueError, OSError) as error:  # what the user can put right
         print(f"fastattn: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0

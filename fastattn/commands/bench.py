@@ -47,8 +47,11 @@ def add_options(parser: argparse.ArgumentParser, json_path: Path | None = None) 
 def run(options: argparse.Namespace, commit: str = "") -> None:
     """Measure, print, and keep what was asked for."""
     screen = console()
+    # What could not be kept is refused now, not after minutes.
     if options.plot:
-        plots.figure_class()  # not installed? Say so now, not after minutes
+        plots.check(options.plot)
+    if options.json:
+        record.read(options.json)
     if options.quick:
         options.cases, options.rounds = cases.select("quick"), QUICK_ROUNDS
     results = measure(options, screen)
@@ -90,7 +93,7 @@ def table(results: dict[str, dict], setting: dict[str, Any]) -> Table:
     from rich.table import Table
 
     shown = Table(
-        title=f"{setting['cpu']}, {setting['num_threads']} threads",
+        title=record.machine_text(setting),
         caption="ratio: time over that of the first line, median and quartiles of the rounds.\n"
         "limit: of the multiply-add peak or the read bandwidth measured in the same round.\n"
         "–: takes no part, for the reason given.",
