@@ -20,6 +20,7 @@ SMALLEST = {
 # Far beyond any array; a sum of one with a length still fits an int32, as kernels hold positions.
 ALIGN_LIMIT = 2**30
 NO_LIMIT = 2**40  # a radius or a chunk that reaches any key from any position
+ZERO = np.array(0)  # the kv_start of calls without one
 ALIGN_RULE = "align must be 'bottom_right', 'top_left', an int or an array of ints"
 
 
@@ -155,6 +156,8 @@ def offset_of(align: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
 
 def per_batch(name: str, value: Any, lead: tuple[int, ...], low: Any, high: Any) -> np.ndarray:
     """Return int64, of no axes or of shape `lead`, with every value from `low` to `high`."""
+    if type(value) is int and type(high) is int and low <= value <= high:
+        return np.array(value, np.int64)  # 0.3 µs; what follows takes 3
     given = integers(name, "an int or an array of ints", value)
     if given.ndim:
         try:
@@ -216,7 +219,7 @@ def _columns(
     """Return (q_len, kv_start, kv_stop, offset), each int64 of no axes or of shape `lead`."""
     rows = per_batch("q_len", seqlen_q if q_len is None else q_len, lead, 0, seqlen_q)
     stop = per_batch("kv_len", seqlen_k if kv_len is None else kv_len, lead, 0, seqlen_k)
-    start = per_batch("kv_start", 0 if kv_start is None else kv_start, lead, 0, stop)
+    start = ZERO if kv_start is None else per_batch("kv_start", kv_start, lead, 0, stop)
     if isinstance(align, str) or np.ndim(align) == 0:
         offset = np.asarray(offset_of(align, rows, stop - start))
     else:

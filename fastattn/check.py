@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -63,15 +64,11 @@ def check(
     q_len: Any = None,
     kv_len: Any = None,
     kv_start: Any = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
-    aux: Any = (),
-    block_mask: Any = None,
     return_lse: Any = False,
     out: np.ndarray | None = None,
     names: Names = NAMES,
     fold: bool = True,
-    **numbers: Any,
+    **others: Any,
 ) -> tuple[Problem, Operands]:
     """Return the Problem and the canonical views of one call, or raise before anything is written.
 
@@ -85,36 +82,19 @@ def check(
     has_heads = q.ndim > 2 or k.ndim > 2 or v.ndim > 2
     q, k, v = share_leading_dimensions(names, q, k, v)
     check_sizes(names, q.shape, k.shape, v.shape)
-    *lead, heads_q, seqlen_q, _ = q.shape
-    seqlen_k, head_dim_v = v.shape[-2:]
-    rows = (*lead, heads_q, seqlen_q)
-    if mask is not None:
-        mask = broadcast(names.mask, mask_of(names, mask), (*rows, seqlen_k), has_heads)
-    if bias is not None:
-        bias = broadcast(names.bias, bias_of(names, bias), (*rows, seqlen_k), has_heads)
+    rows, lead, seqlen_q, seqlen_k = q.shape[:-1], q.shape[:-3], q.shape[-2], k.shape[-2]
+    if mask is not None or bias is not None:
+        mask, bias = _masks(names, mask, bias, (*rows, seqlen_k), has_heads)
     inputs = q, k, v, mask, bias
-    scores = (prod(lead), heads_q, seqlen_q, seqlen_k)
-    modifying = _modifying(score_mod, mask_mod, aux, block_mask, scores)
-    spans = lengths_of(tuple(lead), seqlen_q, seqlen_k, align, q_len, kv_len, kv_start, fold)
+    spans = lengths_of(lead, seqlen_q, seqlen_k, align, q_len, kv_len, kv_start, fold)
     ranges, start, stop, offset = spans
-    if stop - start < seqlen_k:
-        k, v = k[..., start:stop, :], v[..., start:stop, :]
-        mask = None if mask is None else mask[..., start:stop]
-        bias = None if bias is None else bias[..., start:stop]
-    problem, alibi, sinks = _problem_of(
-        (q, v, ranges),
-        (tuple(lead), seqlen_q, stop - start, offset, start),
-        flag(names.causal, causal),
-        modifying,
-        **numbers,
-    )
-    if out is None:
-        out = np.empty((*rows, head_dim_v), q.dtype)
-    else:
-        out = result_of(out, (*rows, head_dim_v), q.dtype, has_heads)
-        check_overlap(out, names, inputs)
-        _check_aux_overlap(out, modifying)
+    of_call = (lead, seqlen_q, stop - start, offset, start, seqlen_k)
+    causal = flag(names.causal, causal)
+    problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, causal, **others)
+    out = _output(out, (*rows, v.shape[-1]), has_heads, names, inputs, modifying)
     lse = np.empty(rows, problem.variant.dtype) if flag("return_lse", return_lse) else None
+    if stop - start < seqlen_k:
+        k, v, mask, bias = _cut(k, v, mask, bias, slice(start, stop))
     operands = Operands(q, k, v, mask, bias, out, lse, alibi, sinks, ranges)
     return problem, _with_modifying(operands, modifying)
 
@@ -130,49 +110,29 @@ def check_packed(
     align: Any = "bottom_right",
     kv_len: Any = None,
     kv_start: Any = None,
-    score_mod: Any = None,
-    mask_mod: Any = None,
-    aux: Any = (),
-    block_mask: Any = None,
     return_lse: Any = False,
     out: np.ndarray | None = None,
-    **numbers: Any,
+    **others: Any,
 ) -> tuple[Problem, Operands]:
     """Return what check() does, for the arguments of attention_varlen().
 
     The views are (1, heads, tokens, dim), members one after another: see Operands.starts.
     """
-    q, k, v = operands_of(NAMES, q, k, v)
-    for name, a in zip("qkv", (q, k, v), strict=True):
+    tokens = operands_of(NAMES, q, k, v)
+    for name, a in zip("qkv", tokens, strict=True):
         if a.ndim != 3:
             raise ValueError(f"{name} must have shape (tokens, heads, dim), got {a.shape}")
-    shape = (*q.shape[:2], v.shape[2])
-    q, k, v = (a.swapaxes(0, 1)[None] for a in (q, k, v))
+    q, k, v = inputs = [a.swapaxes(0, 1)[None] for a in tokens]
     check_sizes(NAMES, q.shape, k.shape, v.shape)
-    edges_q = cumulative_of("cu_seqlens_q", cu_seqlens_q, q.shape[-2])
-    edges_k = cumulative_of("cu_seqlens_k", cu_seqlens_k, k.shape[-2])
-    if len(edges_q) != len(edges_k):
-        rule = "cu_seqlens_q and cu_seqlens_k must have the same length"
-        raise ValueError(f"{rule}, got {len(edges_q)} and {len(edges_k)}")
+    edges_q, edges_k = _edges(cu_seqlens_q, cu_seqlens_k, q.shape[-2], k.shape[-2])
     lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
     ranges = packed_lengths_of(lengths_q, lengths_k, align, kv_len, kv_start)
     seqlen_q, seqlen_k = int(lengths_q.max(initial=0)), int(lengths_k.max(initial=0))
-    scores = (len(lengths_q), q.shape[1], seqlen_q, seqlen_k)
-    modifying = _modifying(score_mod, mask_mod, aux, block_mask, scores)
-    problem, alibi, sinks = _problem_of(
-        (q, v, ranges),
-        (lengths_q.shape, seqlen_q, seqlen_k, seqlen_k - seqlen_q, 0),
-        flag("causal", causal),
-        modifying,
-        **numbers,
-    )
-    if out is None:
-        out = np.empty(shape, q.dtype)
-    else:
-        out = result_of(out, shape, q.dtype, True)
-        check_overlap(out, NAMES, (q, k, v))
-        _check_aux_overlap(out, modifying)
-    out = out.swapaxes(0, 1)[None]
+    of_call = (lengths_q.shape, seqlen_q, seqlen_k, seqlen_k - seqlen_q, 0, seqlen_k)
+    causal = flag("causal", causal)
+    problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, causal, **others)
+    shape = (q.shape[2], q.shape[1], v.shape[3])
+    out = _output(out, shape, True, NAMES, inputs, modifying).swapaxes(0, 1)[None]
     has_lse = flag("return_lse", return_lse)
     lse = np.empty(out.shape[:-1], problem.variant.dtype) if has_lse else None
     starts = np.stack([edges_q[:-1], edges_k[:-1]], axis=1)
@@ -186,21 +146,54 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
 
 
-def _modifying(
-    score_mod: Any, mask_mod: Any, aux: Any, block_mask: Any, scores: tuple[int, int, int, int]
-) -> Modifying | None:
-    """Return what modifiers add to the call; None without them."""
-    if score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux:
-        return None
-    from .modifying import modifying_of
+def _masks(
+    names: Names, mask: Any, bias: Any, scores: tuple[int, ...], has_heads: bool
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return mask and bias as views in the shape of the scores."""
+    if mask is not None:
+        mask = broadcast(names.mask, mask_of(names, mask), scores, has_heads)
+    if bias is not None:
+        bias = broadcast(names.bias, bias_of(names, bias), scores, has_heads)
+    return mask, bias
 
-    return modifying_of(score_mod, mask_mod, aux, block_mask, scores)
+
+def _cut(
+    k: np.ndarray, v: np.ndarray, mask: np.ndarray | None, bias: np.ndarray | None, keys: slice
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Return views of these keys alone."""
+    mask, bias = (None if a is None else a[..., keys] for a in (mask, bias))
+    return k[..., keys, :], v[..., keys, :], mask, bias
 
 
-def _check_aux_overlap(out: np.ndarray, modifying: Modifying | None) -> None:
+def _edges(
+    cu_seqlens_q: Any, cu_seqlens_k: Any, tokens_q: int, tokens_k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    edges_q = cumulative_of("cu_seqlens_q", cu_seqlens_q, tokens_q)
+    edges_k = cumulative_of("cu_seqlens_k", cu_seqlens_k, tokens_k)
+    if len(edges_q) != len(edges_k):
+        rule = "cu_seqlens_q and cu_seqlens_k must have the same length"
+        raise ValueError(f"{rule}, got {len(edges_q)} and {len(edges_k)}")
+    return edges_q, edges_k
+
+
+def _output(
+    out: Any,
+    shape: tuple[int, ...],
+    has_heads: bool,
+    names: Names,
+    inputs: Sequence[Any],
+    modifying: Modifying | None,
+) -> np.ndarray:
+    """Return a new array of the dtype of q, or a view of the caller's `out`."""
+    dtype = inputs[0].dtype
+    if out is None:
+        return np.empty(shape, dtype)
+    out = result_of(out, shape, dtype, has_heads)
+    check_overlap(out, names, inputs)
     if modifying is not None:
         for arrays in (modifying.score_aux, modifying.mask_aux):
             check_overlap(out, (f"aux[{slot}]" for slot in range(len(arrays))), arrays)
+    return out
 
 
 def _with_modifying(operands: Operands, modifying: Modifying | None) -> Operands:
@@ -211,10 +204,11 @@ def _with_modifying(operands: Operands, modifying: Modifying | None) -> Operands
 
 
 def _problem_of(
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray | None],
-    spans: tuple[tuple[int, ...], int, int, int, int],
+    q: np.ndarray,
+    v: np.ndarray,
+    ranges: np.ndarray | None,
+    of_call: tuple[tuple[int, ...], int, int, int, int, int],
     causal: bool,
-    modifying: Modifying | None,
     *,
     scale: Any = None,
     window: Any = (None, None),
@@ -224,35 +218,46 @@ def _problem_of(
     sinks: Any = None,
     dropout_p: Any = 0.0,
     dropout_seed: Any = None,
-) -> tuple[Problem, np.ndarray | None, np.ndarray | None]:
-    """Return (problem, alibi, sinks) of (q, v, ranges) and (lead, lengths, offset,
-    first key).
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux: Any = (),
+    block_mask: Any = None,
+) -> tuple[Problem, np.ndarray | None, np.ndarray | None, Modifying | None]:
+    """Return (problem, alibi, sinks, what modifiers add); `of_call` is (lead, lengths, offset,
+    first key, keys of the array), of the longest entry where there are several.
     """
-    q, v, ranges = arrays
-    lead, seqlen_q, seqlen_k, offset, first_key = spans
-    heads_q, head_dim = q.shape[-3], q.shape[-1]
+    lead, seqlen_q, seqlen_k, offset, first_key, all_keys = of_call
+    batch, heads_q, head_dim = prod(lead), q.shape[-3], q.shape[-1]
     storage = float_name(q.dtype)
     dtype = COMPUTE[storage]
     left, right = window_of(window, causal)
     if ranges is None:
         left, right = shortened(left, right, offset, seqlen_q, seqlen_k)
-    scale, softcap, chunk = (
-        scale_of(scale, head_dim, dtype),
-        softcap_of(softcap, dtype),
-        chunk_of(chunk),
-    )
-    dropout_p, dropout_seed = dropout_of(dropout_p, dropout_seed)
     if alibi is not None:
         alibi = slopes_of(alibi, lead, heads_q, dtype)
     if sinks is not None:
         sinks = sinks_of(sinks, heads_q, dtype)
-    sizes = (prod(lead), heads_q, v.shape[-3], seqlen_q, seqlen_k, head_dim, v.shape[-1])
-    numbers: tuple[Any, ...] = (scale, offset, left, right, chunk, softcap, dropout_p, dropout_seed)
+    sizes = (batch, heads_q, v.shape[-3], seqlen_q, seqlen_k, head_dim, v.shape[-1])
+    numbers: tuple[Any, ...] = (scale_of(scale, head_dim, dtype), offset, left, right)
+    numbers += (chunk_of(chunk), softcap_of(softcap, dtype), *dropout_of(dropout_p, dropout_seed))
     variant: tuple[Any, ...] = (dtype, storage)
+    scores = (batch, heads_q, seqlen_q, all_keys)
+    modifying = _modifying(score_mod, mask_mod, aux, block_mask, scores)
     if modifying is not None:
         variant += modifying.modifiers
         numbers += (first_key, *modifying.block)
-    return _problem(variant, *sizes, *numbers), alibi, sinks
+    return _problem(variant, *sizes, *numbers), alibi, sinks, modifying
+
+
+def _modifying(
+    score_mod: Any, mask_mod: Any, aux: Any, block_mask: Any, scores: tuple[int, int, int, int]
+) -> Modifying | None:
+    """Return what modifiers add to the call; None without them."""
+    if score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux:
+        return None
+    from .modifying import modifying_of
+
+    return modifying_of(score_mod, mask_mod, aux, block_mask, scores)
 
 
 @lru_cache(maxsize=1024)
