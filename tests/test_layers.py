@@ -23,6 +23,7 @@ LAYERS = [
     "udl.layers",
     "udl.attention",
     "nn",
+    "nn.backward",
     "nn.transformer",
     "nn.multihead",
     "nn.loading",

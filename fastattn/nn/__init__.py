@@ -8,6 +8,13 @@ called with. float32 and float64; x, weights and result have one dtype.
 
 from . import positions
 from .activations import activate, gelu, gelu_tanh, relu, silu
+from .backward import (
+    activate_backward,
+    linear_backward,
+    multihead_attention_backward,
+    norm_backward,
+    transformer_layer_backward,
+)
 from .cache import KVCache
 from .linear import LinearWeights, linear, stack_linear
 from .loading import load_multihead
@@ -24,14 +31,18 @@ __all__ = [
     "RMSNormWeights",
     "TransformerLayerWeights",
     "activate",
+    "activate_backward",
     "add_norm",
     "gelu",
     "gelu_tanh",
     "join_heads",
     "layer_norm",
     "linear",
+    "linear_backward",
     "load_multihead",
     "multihead_attention",
+    "multihead_attention_backward",
+    "norm_backward",
     "positions",
     "project_heads",
     "project_keys",
@@ -40,4 +51,5 @@ __all__ = [
     "silu",
     "stack_linear",
     "transformer_layer",
+    "transformer_layer_backward",
 ]

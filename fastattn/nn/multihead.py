@@ -70,7 +70,7 @@ def multihead_attention(
     _check_call(x, keys, values, weights, cache, options)
     tokens_k = x.shape[-2] + cache.seqlen if cache is not None else _tokens_of(x, keys)
     if key_mask is not None:
-        visible = _core_mask(key_mask, (*x.shape[:-2], tokens_k))
+        visible = core_mask(key_mask, (*x.shape[:-2], tokens_k))
         options["mask"] = visible & options["mask"] if "mask" in options else visible
     options["causal"] = cache is not None if causal is None else causal
     options["backend"] = backend
@@ -242,7 +242,7 @@ def _check_call(
             )
 
 
-def _core_mask(key_mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def core_mask(key_mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """key_mask of exactly the given shape as (..., 1, 1, tokens), which the core broadcasts.
 
     Exactly: a (batch, tokens) mask of another meaning would broadcast silently if batch == tokens.
