@@ -88,9 +88,6 @@ def _square(name: str, batch: int, heads: int, seqlen: int, head_dim: int, **fla
     return Case(name, batch, heads, heads, seqlen, seqlen, head_dim, **flags)
 
 
-# A function of seqlen alone, for the plots.
-SWEEP = tuple(_square(f"seqlen-{2**n}", 1, 8, 2**n, 64) for n in range(7, 14))
-
 FORWARD = (
     _square("bert-128", 8, 12, 128, 64),
     _square("bert-512", 1, 12, 512, 64),
@@ -122,7 +119,11 @@ OVERHEAD = (
 
 SUITE = FORWARD + DECODE + OVERHEAD
 
-CASES = {case.name: case for case in (*SUITE, *SWEEP)}
+# A function of seqlen alone, for the plots.
+_SHORTER = tuple(_square(f"seqlen-{2**n}", 1, 8, 2**n, 64) for n in range(7, 12))
+
+CASES = {case.name: case for case in (*SUITE, *_SHORTER)}
+SWEEP = (*_SHORTER, CASES["dense-4k"], CASES["long-8k"])
 
 GROUPS = {
     "suite": SUITE,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import peers, summary
-from .cases import CASES, SWEEP
+from .cases import CASES, SUITE, SWEEP
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,9 +55,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def _panels(results: dict[str, Any]) -> list[Callable[[Axes], None]]:
     """A function that draws for each plot that there are figures for."""
     forward = results.get("forward", {})
-    every = rows_by_case(forward, [name for name in CASES if name in forward])
-    sweep = {case.name: every.pop(case.name) for case in SWEEP if case.name in every}
-    found = every or sweep
+    sweep = rows_by_case(forward, [case.name for case in SWEEP])
+    found = rows_by_case(forward, [case.name for case in SUITE]) or sweep
     panels: list[tuple[Any, Callable[[Axes], None]]] = [
         (found, lambda axes: _draw_speed(axes, found)),
         (found, lambda axes: _draw_limit(axes, found)),
