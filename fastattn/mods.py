@@ -12,11 +12,11 @@ attention() know it; a modifier can take it from aux). `aux` is a tuple of array
 with the call, which a modifier indexes by b, h, i, j or anything computed from them. An index
 outside its array reads the nearest element.
 
-A modifier may use operators and the functions below; no `if` on its arguments, since they may be
-many at once: that is what where() is for. Python runs it once with stand-ins to see what it does,
-so helpers, closures and loops over constants are free. Numbers that it closes over are constants of
-the compiled kernel, and if they change later, the same function does not see it: pass what changes
-from call to call in aux.
+A modifier may use operators and the functions below, or NumPy's ufuncs of the same names; no `if`
+on its arguments, since they may be many at once: that is what where() is for. Python runs it once
+with stand-ins to see what it does, so helpers, closures and loops over constants are free. Numbers
+that it closes over are constants of the compiled kernel, and if they change later, the same
+function does not see it: pass what changes from call to call in aux.
 """
 
 from __future__ import annotations
