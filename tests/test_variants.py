@@ -177,6 +177,19 @@ def test_sink_is_a_key_without_a_value(backend):
     assert_close(found, attend(backend, q, k_more, v_more, bias=bias))
 
 
+def test_rows_without_keys_have_the_sink_as_lse(backend, rng):
+    """To the bit, and so whether the batch entry has keys for other rows or none at all."""
+    q, k = (rng.standard_normal((3, 50, n, 8), dtype=F4) for n in (5, 9))
+    sinks = rng.standard_normal(50, dtype=F4) * 30
+    flags = {"kv_len": np.array([0, 9, 2]), "align": np.array([0, -9, -3]), "causal": True}
+    out, lse = attend(backend, q, k, k, sinks=sinks, **flags)
+    dead = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]) > 0
+    for b in range(3):
+        assert not out[b][:, dead[b]].any()
+        expected = np.broadcast_to(sinks[:, None], (50, dead[b].sum()))
+        np.testing.assert_array_equal(lse[b][:, dead[b]], expected)
+
+
 def test_no_keys_but_sinks(backend):
     q, k = np.ones((2, 4, 3, 8), F4), np.ones((2, 4, 0, 8), F4)
     out, lse = attend(backend, q, k, k, sinks=np.arange(4.0))

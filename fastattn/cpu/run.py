@@ -209,16 +209,22 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
         job = pack((*prepared.sizes, prepared.num_rows, *others))
         share = Share(prepared.combine, job, counter, prepared.scratch_bytes, keep)
         share.run(plan.num_threads, prepared.num_rows)
-    if state is not None:
-        _write_lse(operands, state)
+    if operands.lse is not None:
+        _write_lse(operands.lse, operands, state)
 
 
-def _write_lse(operands: Operands, state: np.ndarray) -> None:
+def _write_lse(lse: np.ndarray, operands: Operands, state: np.ndarray) -> None:
     """Turn references and sums into lse, but for rows past q_len, which api has written."""
     written: Any = True if operands.ranges is None else state[..., 1] != _UNTOUCHED
     # log(0) of a row that saw nothing is -inf, as it should be.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=operands.lse, where=written)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=lse, where=written)
+        if operands.sinks is not None:
+            # A row that saw no key gets its sink to the bit: api writes it where there are no keys.
+            largest = np.finfo(lse.dtype).max
+            base_2 = np.clip(operands.sinks * lse.dtype.type(LOG2_E), -largest, largest)
+            is_sink = (state[..., 1] == 1) & (state[..., 0] == base_2[:, None])
+            np.copyto(lse, operands.sinks[:, None], where=is_sink)
 
 
 def score_fields(problem: Problem, operands: Operands) -> tuple[int, int]:
