@@ -209,7 +209,7 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
         job = pack((*prepared.sizes, prepared.num_rows, *others))
         share = Share(prepared.combine, job, counter, prepared.scratch_bytes, keep)
         share.run(plan.num_threads, prepared.num_rows)
-    if operands.lse is not None:
+    if state is not None and operands.lse is not None:
         _write_lse(operands.lse, operands, state)
 
 
