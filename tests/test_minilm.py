@@ -59,7 +59,14 @@ def test_embeddings_match_transformers(minilm, transformers_embeddings, backend)
     np.testing.assert_allclose(ours, transformers_embeddings, rtol=0, atol=1e-5)
 
 
-def test_padding_does_not_change_an_embedding(minilm, backend):
+def test_padded_and_packed_texts_are_the_same(minilm, backend):
+    tokens = minilm.encode(SENTENCES)
+    padded = minilm.embed_tokens(*tokens, backend=backend)
+    packed = minilm.embed_packed(*tokens, backend=backend)
+    np.testing.assert_allclose(packed, padded, rtol=0, atol=2e-6)
+
+
+def test_other_sentences_do_not_change_an_embedding(minilm, backend):
     together = minilm.embed(SENTENCES, backend=backend)
     for sentence, expected in zip(SENTENCES, together, strict=True):
         alone = minilm.embed([sentence], backend=backend)[0]
@@ -76,10 +83,24 @@ def test_like_sentences_are_near(minilm):
 
 def test_main_prints_cosines_and_times(minilm, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["minilm.py", "One sentence.", "Another one."])
+    monkeypatch.setattr(minilm, "TEXTS", 3)
     minilm.main()
     printed = capsys.readouterr().out
     assert "1.000" in printed
+    assert "3 texts of 5 to 11 tokens" in printed
     assert "backend='numpy'" in printed
+
+
+def test_picture_of_the_first_sentence(minilm, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    path = tmp_path / "attention.png"
+    minilm.plot_attention("A cat sat.", str(path), layer=1, head=2)
+    assert path.stat().st_size > 1000
+    axes = matplotlib.pyplot.gcf().axes[0]
+    matplotlib.pyplot.close("all")
+    texts = [label.get_text() for label in axes.get_yticklabels()]
+    assert texts == ["[CLS]", "a", "cat", "sat", ".", "[SEP]"]
 
 
 def test_missing_package_says_how_to_install_it(minilm, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from nn_cases import (
@@ -51,6 +53,22 @@ def test_sinks_and_an_extra_key(dtype, backend, rng):
         key_mask = np.arange(13) < np.array([[13], [5]])
         ours = nn.multihead_attention(x, weights, causal=True, key_mask=key_mask, backend=backend)
         check_budget(ours, multihead_formula, x, weights, causal=True, key_mask=key_mask)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_texts_without_padding(causal, backend, rng):
+    weights = make_multihead(rng, 24, 6, 8, heads_kv=3)
+    x, cuts = tokens_of(rng, 20, 24), [0, 7, 7, 8, 20]
+    rope = nn.positions.Rope(8)
+    where = np.concatenate([np.arange(b - a) for a, b in itertools.pairwise(cuts)])
+    options = {"causal": causal, "backend": backend}
+    together = nn.multihead_attention(
+        x, weights, cu_seqlens=cuts, rotary=rope.rotation(where), **options
+    )
+    for a, b in itertools.pairwise(cuts):
+        rotary = rope.rotation(np.arange(b - a))
+        alone = nn.multihead_attention(x[a:b], weights, rotary=rotary, **options)
+        np.testing.assert_allclose(together[a:b], alone, rtol=0, atol=4e-6)
 
 
 # --- cross-attention ----------------------------------------------------------------------------

@@ -200,6 +200,26 @@ ERRORS = {
         ValueError,
         "backend must be one of",
     ),
+    "packed-x": (
+        lambda: attend(cu_seqlens=[0, 5]),
+        ValueError,
+        "x must have shape (tokens, model_dim) with cu_seqlens, got (2, 5, 8)",
+    ),
+    "packed-cache": (
+        lambda: attend(zeros(5, 8), cu_seqlens=[0, 5], cache=nn.KVCache(2, 4)),
+        ValueError,
+        "cache must be None with cu_seqlens, got KVCache",
+    ),
+    "packed-mask": (
+        lambda: attend(zeros(5, 8), cu_seqlens=[0, 5], mask=np.ones((5, 5), bool)),
+        TypeError,
+        "attention_varlen() got an unexpected keyword argument 'mask'",
+    ),
+    "packed-cuts": (
+        lambda: attend(zeros(5, 8), cu_seqlens=[0, 4]),
+        ValueError,
+        "cu_seqlens_q must",
+    ),
 }
 
 

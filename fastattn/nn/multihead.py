@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from ..api import attention, merge
+from ..api import attention, attention_varlen, merge
 from ..signatures import passing_keywords_to
 from .cache import KVCache
 from .linear import LinearWeights, check_tokens, linear
@@ -27,6 +28,7 @@ def multihead_attention(
     key_mask: np.ndarray | None = None,
     rotary: Rotations = None,
     cache: KVCache | None = None,
+    cu_seqlens: ArrayLike | None = None,
     backend: str = "auto",
     **options: Any,
 ) -> np.ndarray:
@@ -50,6 +52,10 @@ def multihead_attention(
     cache : KVCache of this layer
         The tokens of x follow those in it, see them, and are appended. tokens_k is then
         cache.seqlen + tokens, also for mask and bias. Whatever is raised, the cache is what it was.
+    cu_seqlens : (texts + 1,) ints
+        x (tokens, model_dim) holds texts one after another, without padding: tokens cu_seqlens[t]
+        to cu_seqlens[t + 1] are one, and see themselves. As in fastattn.attention_varlen, whose
+        options are then those allowed.
     backend : as in fastattn.attention
     options : others of fastattn.attention: scale, window, bias, mask, alibi, score_mod, ...
 
@@ -68,6 +74,9 @@ def multihead_attention(
     Ainslie et al. 2023, GQA, arXiv:2305.13245: heads_kv < num_heads.
     """
     _check_call(x, keys, values, weights, cache, options)
+    if cu_seqlens is not None:
+        others = {"keys": keys, "values": values, "key_mask": key_mask, "cache": cache}
+        _check_packed(x, others | {"weights.extra": weights.extra})
     tokens_k = x.shape[-2] + cache.seqlen if cache is not None else _tokens_of(x, keys)
     if key_mask is not None:
         visible = core_mask(key_mask, (*x.shape[:-2], tokens_k))
@@ -80,7 +89,11 @@ def multihead_attention(
     # Heads side by side in memory, as the projection back wants them.
     mixed = np.empty((*x.shape[:-1], weights.num_heads, weights.head_dim_v), x.dtype)
     out = mixed.swapaxes(-3, -2)
-    _attend(q, k, v, weights, cache, options, out)
+    if cu_seqlens is None:
+        _attend(q, k, v, weights, cache, options, out)
+    else:
+        q, k, v = (a.swapaxes(0, 1) for a in (q, k, v))
+        attention_varlen(q, k, v, cu_seqlens, cu_seqlens, out=mixed, **options)
     return join_heads(out, weights)
 
 
@@ -240,6 +253,14 @@ def _check_call(
             raise ValueError(
                 f"{name} must have the leading dimensions of x, {x.shape}, got {array.shape}"
             )
+
+
+def _check_packed(x: np.ndarray, others: dict[str, Any]) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"x must have shape (tokens, model_dim) with cu_seqlens, got {x.shape}")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None with cu_seqlens, got {type(value).__name__}")
 
 
 def core_mask(key_mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -117,5 +117,7 @@ def _hidden(x: np.ndarray, weights: TransformerLayerWeights, backend: str) -> np
     if not weights.gated:
         hidden = linear(x, LinearWeights(weights.up.weight))
         return activate(name, hidden, bias=bias, out=hidden, backend=backend)
-    gate, up = np.split(linear(x, weights.up), 2, axis=-1)
+    hidden = linear(x, weights.up)
+    hidden_dim = hidden.shape[-1] // 2
+    gate, up = hidden[..., :hidden_dim], hidden[..., hidden_dim:]
     return activate(name, gate, up=up, backend=backend)
