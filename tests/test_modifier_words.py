@@ -122,7 +122,7 @@ def test_int64_ids_are_compared_whole():
 
 
 @needs_kernels
-@pytest.mark.parametrize(("name", "most"), [("exp", 1.1), ("log", 0.8), ("tanh", 2.5)])
+@pytest.mark.parametrize(("name", "most"), [("exp", 1.1), ("log", 0.8), ("tanh", 2.6)])
 def test_elementary_functions_in_float32(name, most):
     modifier, _ = traced(lambda s, b, h, i, j, aux: getattr(mods, name)(s), "score_mod", ())
     # every 2003rd of all float32 bit patterns; halves and doubles exactly in the kernel's test
@@ -132,7 +132,7 @@ def test_elementary_functions_in_float32(name, most):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("name", "most"), [("exp", 1.1), ("log", 0.8), ("tanh", 2.5)])
+@pytest.mark.parametrize(("name", "most"), [("exp", 1.1), ("log", 0.8), ("tanh", 2.6)])
 def test_elementary_functions_in_float64(name, most, rng):
     modifier, _ = traced(lambda s, b, h, i, j, aux: getattr(mods, name)(s), "score_mod", ())
     x = rng.standard_normal(200_000) * 10 ** rng.uniform(-9, 2.85, 200_000)
