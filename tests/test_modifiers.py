@@ -106,6 +106,25 @@ def test_many_calls_agree_with_the_oracle(backend, data):
     draw_and_compare(backend, data)
 
 
+@pytest.mark.parametrize("block", [None, (16, 32)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [COMBINED[-1], Case("decode", 1, 5000, **HEADS), Case("long", 700, 300, **HEADS)],
+    ids=str,
+)
+def test_number_of_threads_does_not_matter(case, block, backend):
+    (q, k, v), flags = case.arrays(), case.flags()
+    ours, _ = modified(case, "every-index", "every-index", block)
+    results = []
+    for threads in (1, 2, 5):
+        with fastattn.num_threads(threads):
+            found = fastattn.attention(q, k, v, **flags, **ours, return_lse=True, backend=backend)
+        results.append(found)
+    for out, lse in results[1:]:
+        np.testing.assert_array_equal(out, results[0][0])
+        np.testing.assert_array_equal(lse, results[0][1])
+
+
 def test_leading_axes_are_counted_in_c_order(backend, rng):
     q, k = (rng.standard_normal((2, 3, 4, n, 8)) for n in (5, 9))
     mask = rng.random((6, 4, 5, 9)) < 0.5

@@ -130,7 +130,7 @@ def attend(backend, *arrays, **flags):
 
 
 def tolerance(case):
-    return 64 * oracle.EPS[case.dtype]
+    return (48 + case.floor()) * oracle.EPS[case.dtype]
 
 
 def merged(parts):
@@ -182,108 +182,3 @@ def test_order_of_keys_does_not_matter(backend, case, seed):
     )
     np.testing.assert_allclose(again, out, rtol=0, atol=tolerance(case))
     np.testing.assert_allclose(again_lse, lse, rtol=0, atol=tolerance(case))
-
-
-# --- the same bits ------------------------------------------------------------------------------
-
-SAME_BITS = [
-    Case("bits", 96, 96, 32, batch=3, heads_q=4, heads_kv=2, causal=True),
-    Case("bits", 70, 301, 40, 24, batch=3, heads_q=4, heads_kv=2, mask="h1k"),
-    Case("bits", 700, 300, 16, batch=2, heads_q=2, window=(40, 9)),
-    Case("bits", 1, 5000, 32, batch=3, heads_q=4, heads_kv=1, causal=True),
-    Case("bits", 3, 2500, 64, batch=2, heads_q=2, bias="hqk", dtype="float64"),
-    Case("bits", 33, 65, 8, batch=2, heads_q=2, bias="qk", mask="b1qk"),
-    Case("bits", 70, 301, 16, batch=3, heads_q=4, heads_kv=2, softcap=3.0, alibi="bh", causal=True),
-    Case("bits", 33, 1500, 16, batch=3, heads_q=2, sinks=True, chunk=700),
-    Case("bits", 40, 700, 16, batch=3, heads_q=4, heads_kv=2, lengths="kv_len kv_start"),
-    Case("bits", 1, 5000, 32, batch=3, heads_q=4, heads_kv=1, lengths="kv_len", causal=True),
-    Case("bits", 40, 700, 16, batch=3, lengths="kv_len kv_start align", window=(90, 3), alibi="h"),
-    Case("bits", 70, 301, 24, batch=2, heads_q=2, causal=True, dtype="float16"),
-    Case("bits", 70, 301, 24, batch=2, heads_q=2, causal=True, dtype="bfloat16"),
-]
-
-
-def assert_same(backend, case, found, expected):
-    """The compiled kernels promise the same bits; BLAS, which chooses by size, does not."""
-    for a, b in zip(found, expected, strict=True):
-        if backend == "numpy":
-            a, b = a.astype(float), b.astype(float)
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance(case))
-        else:
-            np.testing.assert_array_equal(a, b)
-
-
-# Axes of an argument that has one value for each batch entry.
-AXES_IN_BATCH = {"mask": 4, "bias": 4, "alibi": 2, "kv_len": 1, "kv_start": 1, "align": 1}
-
-
-@pytest.mark.parametrize("case", SAME_BITS, ids=str)
-def test_neighbours_in_the_batch_do_not_matter(case, backend):
-    arrays, flags = case.arrays(), case.flags()
-    out, lse = attend(backend, *arrays, **flags)
-    for slot in range(case.batch):
-        alone = {
-            name: value[slot] if np.ndim(value) == AXES_IN_BATCH.get(name) else value
-            for name, value in flags.items()
-        }
-        found = attend(backend, *(a[slot] for a in arrays), **alone)
-        assert_same(backend, case, found, (out[slot], lse[slot]))
-
-
-WITH_DROPOUT = [
-    Case("bits", 70, 1500, 24, batch=3, heads_q=4, heads_kv=2, dropout_p=0.3, sinks=True),
-    Case("bits", 1, 5000, 32, heads_q=4, heads_kv=1, dropout_p=0.3, bias="h1k", dtype="float16"),
-]
-
-
-@pytest.mark.parametrize("case", SAME_BITS + WITH_DROPOUT, ids=str)
-def test_number_of_threads_does_not_matter(case, backend):
-    expected = attend(backend, *case.arrays(), **case.flags())
-    for threads in (1, 2, 3, 7):
-        with fastattn.num_threads(threads):
-            found = attend(backend, *case.arrays(), **case.flags())
-        assert_same(backend, case, found, expected)
-
-
-@pytest.mark.parametrize("case", SAME_BITS, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 16, 33])
-def test_queries_in_several_calls(case, rows, backend):
-    q, k, v = case.arrays()
-    flags = case.flags()
-    expected = attend(backend, q, k, v, **flags)
-    keys = flags.get("kv_len", case.seqlen_k) - flags.get("kv_start", 0)
-    align = flags["align"]
-    if isinstance(align, str):
-        align = keys - case.seqlen_q
-    starts = range(0, min(case.seqlen_q, 10 * rows), rows)
-    for start in starts:
-        part = slice(start, min(start + rows, case.seqlen_q))
-        piece = flags | {"align": align + start}
-        for name in ("mask", "bias"):
-            if name in flags and flags[name].shape[-2] > 1:
-                piece[name] = flags[name][..., part, :]
-        found = attend(backend, q[..., part, :], k, v, **piece)
-        assert_same(backend, case, found, [a[:, :, part] for a in expected])
-
-
-@pytest.mark.parametrize("case", SAME_BITS, ids=str)
-def test_grouped_heads_equal_repeated_ones(case, backend):
-    q, k, v = case.arrays()
-    group = case.heads_q // (case.heads_kv or case.heads_q)
-    expected = attend(backend, q, k, v, **case.flags())
-    repeated = (np.repeat(a, group, axis=1) for a in (k, v))
-    assert_same(backend, case, attend(backend, q, *repeated, **case.flags()), expected)
-
-
-@pytest.mark.parametrize("case", SAME_BITS, ids=str)
-def test_bool_mask_equals_minus_infinity(case, backend):
-    """Bit for bit where both add a bias, on every backend: a hidden key is a hidden key."""
-    mask = np.random.default_rng(1).random(case.shape("hqk")) < 0.6
-    zero = np.zeros((), case.dtype)
-    flags = {"causal": case.causal, "window": case.window}
-    by_mask = attend(backend, *case.arrays(), mask=mask, bias=zero, **flags)
-    by_bias = attend(backend, *case.arrays(), bias=np.where(mask, zero, -np.inf), **flags)
-    plain = attend(backend, *case.arrays(), mask=mask, **flags)
-    for a, b, c in zip(by_mask, by_bias, plain, strict=True):
-        np.testing.assert_array_equal(a, b)
-        np.testing.assert_allclose(a, c, rtol=0, atol=tolerance(case))
