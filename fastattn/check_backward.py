@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from .arrays import canonical, plain
+from .arrays import canonical, float_name, plain
 from .check import check, check_packed
 from .problem import Gradients, Operands, Problem
 
@@ -95,7 +95,7 @@ def _results(
             found.append(None)
             continue
         a = plain(name, value)
-        if a.dtype.name != kind:
+        if float_name(a.dtype) != kind:
             raise TypeError(f"{name} must be {kind}, got {a.dtype}")
         if a.shape != wanted:
             raise ValueError(f"{name} must have shape {wanted}, got {a.shape}")

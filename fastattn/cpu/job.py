@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -108,10 +108,10 @@ def pack(values: Iterable[float]) -> ctypes.Array:
     return job
 
 
-def pack_gradients(values: Mapping[str, float]) -> ctypes.Array:
-    """The struct with GRADIENT_FIELDS, from values by name: 0 where there is none."""
+def pack_gradients(values: Iterable[float]) -> ctypes.Array:
+    """The same with GRADIENT_FIELDS behind."""
     job = _LongBuffer()
-    _LONG_PACKER.pack_into(job, 0, *(values.get(name, 0) for name in OFFSET))
+    _LONG_PACKER.pack_into(job, 0, *values)
     return job
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import addressof, c_int64
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..machine import VectorUnit
 from ..problem import Gradients, Operands, Plan, Problem, Variant
 from . import compile
-from .job import FIELDS, GRADIENT_OPERANDS, ITEM_SIZE, OPERANDS, PARTS, pack_gradients
+from .job import ITEM_SIZE, pack_gradients
 from .run import LINE, Share, address, extras, lanes_of, layout, score_fields, sizes_of
 
 FLOP_PER_CALL = 500_000_000  # see run.py
@@ -39,62 +40,114 @@ def builder(variant: Variant) -> Callable[[VectorUnit], Callable]:
     return build
 
 
-def strides(problem: Problem, lanes: int) -> tuple[int, int]:
-    """(q_stride, d_stride): whole registers and one more, as powers of two share cache sets."""
-    q_stride, d_stride = (
-        (-(-dim // lanes) + 1) * lanes for dim in (problem.head_dim, problem.head_dim_v)
-    )
-    return q_stride, d_stride
+@dataclass(frozen=True)
+class _Prepared:
+    """What run() needs of a plan besides arrays."""
+
+    kernel: compile.Kernel
+    sizes: tuple[float, ...]  # the first fields of the job, up to num_splits
+    heads: int  # key heads of the whole batch
+    n_blocks: int
+    strides: tuple[int, int]  # q_stride, d_stride
+    scratch_bytes: int
+    blocks_per_call: int  # key blocks of one head after which a kernel returns, to let Python act
 
 
 @lru_cache(maxsize=1024)
-def scratch_elements(plan: Plan, lanes: int) -> int:
-    """What backward.scratch_places() shares out."""
-    q_stride, d_stride = strides(plan.problem, lanes)
-    block_m, block_n = plan.block_m, plan.block_n
-    rows = block_m * (2 * q_stride + d_stride + 2)
-    keys = block_n * (3 * q_stride + 2 * d_stride)
-    return rows + keys + 3 * block_m * (block_n + lanes) + lanes
+def _prepare(plan: Plan) -> _Prepared:
+    problem, variant = plan.problem, plan.problem.variant
+    lanes = lanes_of(variant)
+    # Whole registers and one more: rows a power of two apart share few sets of the cache.
+    q_stride, d_stride = (
+        (-(-dim // lanes) + 1) * lanes for dim in (problem.head_dim, problem.head_dim_v)
+    )
+    heads, n_blocks = problem.batch * problem.heads_kv, -(-problem.seqlen_k // plan.block_n)
+    # What backward.scratch_places() shares out.
+    rows = plan.block_m * (2 * q_stride + d_stride + 2)
+    keys = plan.block_n * (3 * q_stride + 2 * d_stride)
+    elements = rows + keys + 3 * plan.block_m * (plan.block_n + lanes) + lanes
+    flop = max(problem.flop * 5 // 2, 1)
+    return _Prepared(
+        kernel=kernel(variant),
+        sizes=sizes_of(plan),
+        heads=heads,
+        n_blocks=n_blocks,
+        strides=(q_stride, d_stride),
+        scratch_bytes=elements * np.dtype(variant.dtype).itemsize + 8 * ITEM_SIZE + LINE,
+        blocks_per_call=max(1, FLOP_PER_CALL * n_blocks * heads // flop),
+    )
+
+
+class _Call(NamedTuple):
+    """The job's fields of one call that are no arrays of the caller's."""
+
+    num_items: int
+    heads_per_item: int
+    together: int
+    counter: int
+    progress: int
+    dalibi: int
 
 
 def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) -> None:
     """Add to all of gradients that is written but dsinks."""
-    variant = problem.variant
-    dtype = np.dtype(variant.dtype)
-    lanes = lanes_of(variant)
-    kept: list[Any] = [operands, gradients]
-    heads, n_blocks = problem.batch * problem.heads_kv, -(-problem.seqlen_k // plan.block_n)
+    prepared = _prepare(plan)
+    heads, n_blocks = prepared.heads, prepared.n_blocks
     shared, num_threads = _sharing(gradients, plan)
     heads_per_item = heads if shared else 1
     counter, progress = c_int64(), np.zeros((heads, n_blocks), np.int64)
     dalibi = None
     if gradients.dalibi is not None:
         dalibi = np.zeros((*gradients.dalibi.shape, n_blocks))
-    values = _values(plan, problem, operands, gradients, lanes, kept)
-    values |= {
-        "counter": addressof(counter),
-        "progress": address(progress),
-        "n_blocks": n_blocks,
-        "num_items": n_blocks * (heads // heads_per_item),
-        "heads_per_item": heads_per_item,
+    call = _Call(
+        num_items=n_blocks * (heads // heads_per_item),
+        heads_per_item=heads_per_item,
         # Few heads at a time, whose rows then stay in the last-level cache (8 heads of 4096 tokens:
         # 89.4 -> 90.7 % of the multiply-add peak), and still no two threads at one.
-        "together": num_threads,
-        "dalibi": address(dalibi),
-    }
-    kept += [counter, progress, dalibi]
-    job = pack_gradients(values)
-    share = Share(
-        kernel(variant),
-        job,
-        counter,
-        scratch_elements(plan, lanes) * dtype.itemsize + 8 * ITEM_SIZE + LINE,
-        tuple(kept),
+        together=num_threads,
+        counter=addressof(counter),
+        progress=address(progress),
+        dalibi=address(dalibi),
     )
-    flop = max(problem.flop * 5 // 2, 1)
-    share.run(num_threads, max(1, FLOP_PER_CALL * n_blocks * heads // heads_per_item // flop))
+    kept: list[Any] = [operands, gradients, progress, dalibi]  # arrays that must outlive the kernel
+    job = pack_gradients(_fields(prepared, call, problem, operands, gradients, kept))
+    share = Share(prepared.kernel, job, counter, prepared.scratch_bytes, tuple(kept))
+    share.run(num_threads, max(1, prepared.blocks_per_call // heads_per_item))
     if dalibi is not None:
         gradients.dalibi[...] += dalibi.sum(axis=-1)  # type: ignore[index]
+
+
+def _fields(
+    prepared: _Prepared,
+    call: _Call,
+    problem: Problem,
+    operands: Operands,
+    gradients: Gradients,
+    kept: list[Any],
+) -> Iterator[float]:
+    """The job's fields, in their order."""
+    lse = np.ascontiguousarray(operands.lse)
+    dlse = None if gradients.dlse is None else np.ascontiguousarray(gradients.dlse)
+    kept += [lse, dlse]
+    packed = operands.starts is not None
+    heads, rows = lse.shape[-2:]
+    yield from (*prepared.sizes, call.num_items)
+    yield from (*score_fields(problem, operands), call.counter)
+    # lse and partial results are the forward pass's; the strides are those of row_lse.
+    yield from (0, 0 if packed else heads * rows, rows, 0)
+    yield from extras(problem, operands, kept)
+    yield from _layouts((*operands[:3], operands.out, operands.mask, operands.bias), packed, kept)
+    yield from (abs(problem.scale), address(lse), address(dlse), call.dalibi, call.progress)
+    yield from (prepared.n_blocks, call.heads_per_item, call.together, *prepared.strides)
+    yield from _layouts((gradients.dout, *gradients[2:6]), packed, kept)
+
+
+def _layouts(arrays: tuple[np.ndarray | None, ...], packed: bool, kept: list[Any]) -> Iterator[int]:
+    """The fields of operands; arrays that must live go to `kept`."""
+    for array in arrays:
+        place, table, batch, *rest = layout(array, kept)
+        # Packed operands have one batch entry, in which `starts` says where each begins.
+        yield from (place, 0, 0, *rest) if packed else (place, table, batch, *rest)
 
 
 def _sharing(gradients: Gradients, plan: Plan) -> tuple[bool, int]:
@@ -106,42 +159,3 @@ def _sharing(gradients: Gradients, plan: Plan) -> tuple[bool, int]:
     pairs = zip(gradients.dbias.strides, gradients.dbias.shape, strict=True)
     summed = [stride == 0 and size > 1 for stride, size in pairs]
     return any(summed[:-2]) or summed[-1], 1 if summed[-1] else plan.num_threads
-
-
-def _values(
-    plan: Plan,
-    problem: Problem,
-    operands: Operands,
-    gradients: Gradients,
-    lanes: int,
-    kept: list[Any],
-) -> dict[str, float]:
-    """The job's fields by name, but for those of one call; arrays that must live go to `kept`."""
-    changes_scores, bias_kind = score_fields(problem, operands)
-    q_stride, d_stride = strides(problem, lanes)
-    lse = np.ascontiguousarray(operands.lse)
-    dlse = None if gradients.dlse is None else np.ascontiguousarray(gradients.dlse)
-    kept += [lse, dlse]
-    packed = operands.starts is not None
-    values: dict[str, float] = dict(zip(FIELDS, sizes_of(plan), strict=False))
-    values |= {
-        "scale": abs(problem.scale),
-        "q_stride": q_stride,
-        "d_stride": d_stride,
-        "changes_scores": changes_scores,
-        "bias_kind": bias_kind,
-        "row_lse": address(lse),
-        "dlse": address(dlse),
-        "lse_batch": 0 if packed else lse.shape[-2] * lse.shape[-1],
-        "lse_head": lse.shape[-1],
-    }
-    first = FIELDS.index("alibi")
-    others = extras(problem, operands, kept)
-    values |= dict(zip(FIELDS[first : first + len(others)], others, strict=True))
-    for names, arrays in ((OPERANDS, operands), (GRADIENT_OPERANDS, gradients)):
-        for name in names:
-            fields = list(layout(getattr(arrays, name), kept))
-            if packed:
-                fields[1:3] = 0, 0  # one batch entry, in which `starts` says where each begins
-            values |= {name + part: n for part, n in zip(PARTS, fields, strict=True)}
-    return values
