@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import integers
+from .arrays import integers, plain
 
 LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": float(np.finfo(np.float64).max)}
 SMALLEST = {
@@ -42,10 +42,13 @@ def real(name: str, value: Any) -> float:
             return float(value)
         except OverflowError:
             return inf
-    array = np.asarray(value)  # an array without axes, or another library's scalar
-    if array.ndim or array.dtype.kind not in "iuf":
-        raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
-    return float(array)
+    try:
+        array = np.asarray(value)  # an array without axes, or another library's scalar
+        if not array.ndim and array.dtype.kind in "iuf":
+            return float(array)
+    except ValueError:  # lists of unequal length
+        pass
+    raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
 
 
 def integer(rule: str, value: Any) -> int:
@@ -188,8 +191,7 @@ def lengths_of(
     kind of argument, not by its values, as each kernel is compiled for one case. Unless `fold`,
     that is only so without lengths.
     """
-    is_one_align = isinstance(align, (str, int)) or np.ndim(align) == 0
-    if q_len is None and kv_len is None and kv_start is None and is_one_align:
+    if q_len is None and kv_len is None and kv_start is None and _is_one(align):
         return None, 0, seqlen_k, offset_of(align, seqlen_q, seqlen_k)
     columns = _columns(lead, seqlen_q, seqlen_k, align, q_len, kv_len, kv_start)
     is_one_answer = fold and (prod(lead) == 1 or not any(column.ndim for column in columns))
@@ -197,6 +199,11 @@ def lengths_of(
         _, start, stop, offset = (int(column.flat[0]) for column in columns)
         return None, start, stop, offset
     return _table(lead, columns), 0, seqlen_k, seqlen_k - seqlen_q
+
+
+def _is_one(align: Any) -> bool:
+    """Whether one align serves the whole batch."""
+    return isinstance(align, (str, int)) or plain("align", align).ndim == 0
 
 
 def packed_lengths_of(
@@ -220,7 +227,7 @@ def _columns(
     rows = per_batch("q_len", seqlen_q if q_len is None else q_len, lead, 0, seqlen_q)
     stop = per_batch("kv_len", seqlen_k if kv_len is None else kv_len, lead, 0, seqlen_k)
     start = ZERO if kv_start is None else per_batch("kv_start", kv_start, lead, 0, stop)
-    if isinstance(align, str) or np.ndim(align) == 0:
+    if _is_one(align):
         offset = np.asarray(offset_of(align, rows, stop - start))
     else:
         offset = per_batch("align", align, lead, -ALIGN_LIMIT, ALIGN_LIMIT)

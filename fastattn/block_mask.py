@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ SKIPPED, PARTIAL, FULL = 0, 1, 2
 SIGNS = " ░█"  # of SKIPPED, PARTIAL, FULL
 # Pairs that a mask is evaluated on, so that the steps stay in the cache: 2**20 take twice as long.
 PIECE = 1 << 16
+SIZE_LIMIT = 2**31  # kernels hold places in 32 bits
 PICTURE = (32, 64)  # rows and columns of the text picture at most
 
 
@@ -137,40 +139,48 @@ def create_block_mask(
 
     Raises
     ------
-    ValueError   a negative size, an empty block, or a mask_mod that uses b (h) without a batch
-                 (heads)
+    ValueError   a size below 0 or from 2**31 on, an empty block, or a mask_mod that uses b (h)
+                 without a batch (heads)
     TypeError    what mask_mod cannot do, with its line; sizes that are not integers
     """
-    shape = (1 if batch is None else batch, 1 if heads is None else heads, seqlen_q, seqlen_k)
-    for name, size in zip(("batch", "heads", "seqlen_q", "seqlen_k"), shape, strict=True):
-        _check_size(name, size, 0)
+    shape = (
+        1 if batch is None else _size("batch", batch, 0),
+        1 if heads is None else _size("heads", heads, 0),
+        _size("seqlen_q", seqlen_q, 0),
+        _size("seqlen_k", seqlen_k, 0),
+    )
     if not isinstance(block, (tuple, list)) or len(block) != 2:
         raise TypeError(f"block must be (block_m, block_n), got {block!r}")
-    for name, size in zip(("block_m", "block_n"), block, strict=True):
-        _check_size(name, size, 1)
+    blocks = _size("block_m", block[0], 1), _size("block_n", block[1], 1)
     arrays = aux_arrays(aux)
     modifier = trace(mask_mod, "mask_mod", aux_types(arrays))
     for name, argument, given in (("b", "batch", batch), ("h", "heads", heads)):
         if given is None and modifier.uses(name):
             raise ValueError(f"{argument} must be given for a mask_mod that uses {name}, got None")
-    kinds = _kinds(modifier, arrays, shape, block)
+    kinds = _kinds(modifier, arrays, shape, blocks)
     visited = np.count_nonzero(kinds, axis=-1)
     full_shape = (*shape[:2], *kinds.shape[2:])
     return BlockMask(
         modifier,
         arrays,
         shape,
-        (int(block[0]), int(block[1])),
+        blocks,
         np.broadcast_to(kinds, full_shape),
         np.broadcast_to(visited, full_shape[:-1]),
     )
 
 
-def _check_size(name: str, size: Any, least: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-        raise TypeError(f"{name} must be an integer, got {size!r}")
-    if size < least:
-        raise ValueError(f"{name} must be at least {least}, got {size}")
+def _size(name: str, value: Any, least: int) -> int:
+    try:
+        size = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        size = None
+    if size is None:
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not least <= size < SIZE_LIMIT:
+        rule = f"at least {least}" if size < least else "below 2**31"
+        raise ValueError(f"{name} must be {rule}, got {size}")
+    return size
 
 
 def _kinds(

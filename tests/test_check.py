@@ -93,6 +93,7 @@ RULES = [
     ({"scale": "1"}, TypeError, "scale must be a real number, got str"),
     ({"scale": 1j}, TypeError, "scale must be a real number, got complex"),
     ({"scale": ones(1)}, TypeError, "scale must be a real number, got ndarray"),
+    ({"scale": [[1.0], [1.0, 2]]}, TypeError, "scale must be a real number, got list"),
     # flags, align, window
     ({"causal": 1}, TypeError, "causal must be a bool, got int"),
     ({"causal": ones(7, 5)}, TypeError, "causal must be a bool, got ndarray"),
@@ -101,6 +102,7 @@ RULES = [
     ({"align": 1.0}, TypeError, ALIGN + ", got float"),
     ({"align": True}, TypeError, ALIGN + ", got bool"),
     ({"align": None}, TypeError, ALIGN + ", got NoneType"),
+    ({"align": [[1], [1, 2]]}, ValueError, "align must be an array, got list: setting an array el"),
     (
         {"align": 2**63},
         ValueError,
