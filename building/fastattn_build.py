@@ -17,7 +17,7 @@ from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
 from setuptools.command.build_py import build_py
 
-COMPILER = "numba; python_version < '3.15'"  # as in pyproject.toml
+COMPILER = "numba>=0.61; python_version < '3.15'"  # as in pyproject.toml
 
 
 def get_requires_for_build_wheel(config_settings=None):
@@ -41,24 +41,24 @@ class BuildWithKernels(build_py):
 
 def compile_kernels(root: Path) -> None:
     """Compile every built-in kernel for every named target, into the package under `root`."""
-    from fastattn.cpu import prebuilt, run
+    from fastattn.cpu import built_in, prebuilt
     from fastattn.machine import TARGETS, default_num_threads
 
     assert prebuilt.FOLDER.is_relative_to(root)
     shutil.rmtree(prebuilt.FOLDER, ignore_errors=True)
     prebuilt.FOLDER.mkdir()
-    jobs = [(target, *kernel) for target in TARGETS for kernel in run.built_in_kernels()]
+    jobs = [(target, key) for target in TARGETS for key in built_in.kernels()]
     with ProcessPoolExecutor(default_num_threads()) as pool:
         list(pool.map(compile_kernel, *zip(*jobs, strict=True)))
 
 
-def compile_kernel(target: str, name: str, variant) -> None:
+def compile_kernel(target: str, key) -> None:
     """Compile one kernel."""
-    from fastattn.cpu import compile, prebuilt, run
+    from fastattn.cpu import built_in, compile, prebuilt
 
     machine = compile.named_target(target)
-    entry, code = compile.compile_object(run.builder(name, variant)(machine.unit), machine)
-    prebuilt.write(prebuilt.FOLDER, (name, variant), target, entry, code)
+    entry, code = compile.compile_object(built_in.kernels()[key](machine.unit), machine)
+    prebuilt.write(prebuilt.FOLDER, key, target, entry, code)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,11 @@ def listed_features() -> frozenset[str]:
     return frozenset(others.get(flag, flag) for flag in flags[1].split())
 
 
+def runnable_targets(features: frozenset[str]) -> list[str]:
+    """The names in TARGETS that a CPU with these features runs, the best last."""
+    return [name for name, needed in TARGETS.items() if needed <= features]
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()

@@ -63,11 +63,11 @@ def everywhere(folder):
     """Let the cpu backend run the images for AArch64 in a folder, on one thread at a time."""
 
     @functools.cache
-    def find(name, variant):
-        return kernel(prebuilt.image_path(folder, (name, variant), "aarch64").read_bytes())
+    def find(key):
+        return kernel(prebuilt.image_path(folder, key, "aarch64").read_bytes())
 
     with (
-        mock.patch.object(run, "kernel", find),
+        mock.patch.object(compile, "kernel", lambda key, build: find(key)),
         mock.patch.object(compile, "host_unit", return_value=NEON),
         mock.patch.object(threads, "run_on_threads", lambda work, num_threads: work()),
         fastattn.num_threads(2),

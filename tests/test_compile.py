@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from pathlib import Path
@@ -13,8 +14,9 @@ from oracle import assert_within_budget, judge
 from processes import PACKAGE, SMALL, fresh, start
 
 import fastattn
-from fastattn.cpu import compile
+from fastattn.cpu import compile, image
 from fastattn.cpu.cache import cache_folder
+from fastattn.machine import AVX2, AVX512, NEON
 
 pytest.importorskip("numba")
 
@@ -48,7 +50,7 @@ def test_named_target_needs_no_such_machine():
 
 
 def test_target_that_this_cpu_lacks(named_target, monkeypatch):
-    monkeypatch.setitem(compile.TARGETS, "x86-64-v4", {"avx512f", "no-such-thing"})
+    monkeypatch.setitem(compile.TARGETS, "x86-64-v4", frozenset({"avx512f", "no-such-thing"}))
     with pytest.raises(ValueError, match=r"that this CPU can run, got 'x86-64-v4'.*no-such-thing"):
         named_target("x86-64-v4")
 
@@ -85,28 +87,27 @@ def test_vector_unit(architecture, features, nbytes):
     assert (unit.nbytes if unit else None) == nbytes
 
 
-def test_system_that_denies_registers(monkeypatch):
-    """LLVM asks the processor; what the system lists decides."""
-    if compile.prebuilt.host_name() != "x86-64-v4":
-        pytest.skip("no AVX-512 here")
-    monkeypatch.setattr(compile.prebuilt, "host_name", lambda: "x86-64-v3")
-    assert compile.host_unit().nbytes == 32
-    assert compile.host_target.__wrapped__() == compile.named_target("x86-64-v3")
+def test_what_the_system_lists_decides(named_target, monkeypatch):
+    """It may deny its programs registers that LLVM finds in the processor."""
+    for name, unit in (("x86-64-v3", AVX2), ("x86-64-v4", AVX512)):
+        monkeypatch.setattr(compile, "listed_features", lambda name=name: compile.TARGETS[name])
+        assert named_target("").unit == unit
 
 
-def test_arm_is_compiled_for_by_name(monkeypatch):
-    """For newer processors LLVM's schedule needs more registers than there are."""
-    arm = compile.named_target("aarch64")
+def test_without_a_list_llvm_decides(named_target, monkeypatch):
+    monkeypatch.setattr(compile, "listed_features", frozenset)
+    assert named_target("") == compile.host_target()
+
+
+def test_arm_is_known_without_features(named_target, monkeypatch):
     monkeypatch.setattr(compile._llvm(), "get_process_triple", lambda: "arm64-apple-darwin24")
-    monkeypatch.setattr(compile._llvm(), "get_host_cpu_features", lambda: Features())
-    assert compile.host_target.__wrapped__().cpu == arm.cpu
+    assert named_target("").unit == NEON
+    assert named_target("").cpu == compile.named_target("aarch64").cpu
 
 
-class Features(dict):
-    """What LLVM says of an Apple processor: nothing."""
-
-    def flatten(self):
-        return ""
+def test_processor_that_no_name_fits_is_compiled_for_itself(named_target, monkeypatch):
+    monkeypatch.setattr(compile, "_host_features", lambda: frozenset({"avx2", "fma"}))
+    assert named_target("").cpu == compile._llvm().get_host_cpu_name()
 
 
 def test_cpu_without_registers_for_kernels(monkeypatch):
@@ -210,17 +211,21 @@ def test_a_warm_process_compiles_no_built_in_variant(dtype, tmp_path):
     assert fresh(code, folder) == [0, False]
 
 
+def test_kernel_that_can_raise_is_refused():
+    def kernel(job, scratch, quota):
+        for n in range(0, 10, quota):
+            quota += n
+        return 0
+
+    with pytest.raises(RuntimeError, match=r"kernel kernel can raise an exception, .*step"):
+        compile.compile_object(kernel, compile.host_target())
+
+
 def test_kernel_that_fails_names_itself():
-    def build(unit):
-        def kernel(job, scratch, quota):
-            if quota < 0:
-                raise ValueError
-            return 0
-
-        return kernel
-
+    fails = image.ENTRY(lambda *arguments: 1)
+    kernel = image.call_at(ctypes.cast(fails, ctypes.c_void_p).value, "('test', 'fails')", fails)
     with pytest.raises(RuntimeError, match=r"kernel \('test', 'fails'\) failed with status 1"):
-        compile.kernel(("test", "fails"), build)(0, 0, -1)
+        kernel(0, 0, -1)
 
 
 USERS_CODE = (

@@ -12,13 +12,15 @@ from pathlib import Path
 import emulated
 import numpy as np
 import pytest
+import test_attention
+import test_backward
 from cases import CASES
 from processes import fresh
-from test_attention import assert_fits
 
 import fastattn
-from fastattn.cpu import prebuilt, run
-from fastattn.machine import TARGETS, listed_features
+from fastattn import nn
+from fastattn.cpu import built_in, prebuilt
+from fastattn.machine import TARGETS, listed_features, runnable_targets
 
 pytest.importorskip("numba")
 ROOT = Path(__file__).parent.parent
@@ -26,8 +28,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="no source tree"),
 ]
-runnable = [name for name, needed in TARGETS.items() if needed <= listed_features()]
+runnable = runnable_targets(listed_features())
 here = pytest.mark.skipif(not runnable, reason="no images run on this system")
+
+HALF = ("float16", "bfloat16")
 
 BUILD = "import sys, fastattn_build; print(fastattn_build.build_sdist(sys.argv[1]))"
 NOT_SOURCES = (".*", "build", "dist", "*.egg-info", "__pycache__", "results")
@@ -71,7 +75,7 @@ def test_wheel_is_small_and_whole(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastattn").rglob("*.py")}
     images = [name for name in names if name.endswith(".img")]
-    assert len(images) == len(TARGETS) * len(run.built_in_kernels())
+    assert len(images) == len(TARGETS) * len(built_in.kernels())
     others = {name for name in names if ".dist-info/" not in name} - set(images)
     assert others == sources | {"fastattn/py.typed"}
 
@@ -79,7 +83,7 @@ def test_wheel_is_small_and_whole(wheel):
 def test_wheel_has_every_kernel_of_every_target(installed):
     folder = installed / "fastattn" / "cpu" / "prebuilt"
     for target in TARGETS:
-        for key in run.built_in_kernels():
+        for key in built_in.kernels():
             assert prebuilt.image_path(folder, key, target).exists()
 
 
@@ -154,13 +158,25 @@ def test_every_case_on_this_machine(installed, tmp_path, target):
     assert "backend cpu:" not in done.stdout, "skipped"
 
 
-def test_cases_on_arm(installed):
-    """In an emulator: one case of each kind."""
+@pytest.fixture
+def arm(installed):
     with emulated.everywhere(installed / "fastattn" / "cpu" / "prebuilt"):
-        for case in CASES[::4]:
-            q, k, v = case.arrays()
-            out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
-            _, lse = fastattn.attention(
-                q, k, v, **case.flags(), return_lse=True, out=out, backend="cpu"
-            )
-            assert_fits(case, out, lse)
+        yield
+
+
+@pytest.mark.parametrize("case", CASES[::4], ids=str)
+def test_attention_on_arm(case, arm):
+    test_attention.test_error_is_at_most_twice_the_formulas(case, "cpu")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES[::44] if c.dtype not in HALF], ids=str)
+def test_gradients_on_arm(case, arm):
+    test_backward.test_error_is_at_most_twice_the_formulas(case, "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("function", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations_on_arm(function, dtype, arm, rng):
+    x = rng.standard_normal((37, 41)).astype(dtype)
+    ours, numpys = (getattr(nn, function)(x, backend=b) for b in ("cpu", "numpy"))
+    np.testing.assert_allclose(ours, numpys, rtol=0, atol=8 * np.finfo(dtype).eps)

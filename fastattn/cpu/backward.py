@@ -275,7 +275,8 @@ def key_block(variant: Variant, unit: VectorUnit):
         n_start = n_block * block_n
         keys, rows = min(item[KEYS] - n_start, block_n), item[COUNT] * field(job, "group")
         started = False
-        for row in range(0, rows if keys > 0 else 0, block_m):
+        for m_block in range((rows + block_m - 1) // block_m if keys > 0 else 0):
+            row = m_block * block_m
             count = min(block_m, rows - row)
             start, stop, full_start, full_stop, modify = see(job, item, row, count, n_start)
             if start >= stop:
@@ -299,9 +300,9 @@ def key_block(variant: Variant, unit: VectorUnit):
             )
             multiply(job, count, start, stop, places)
             if n_block > 0:
-                wait_for(at(progress, -1), row // block_m)
+                wait_for(at(progress, -1), m_block)
             add_queries(job, item, row, count, tile, q_stride)
-            store_release(progress, row // block_m + 1)
+            store_release(progress, m_block + 1)
         if started:
             finish(job, item, n_start, keys, dk, q_stride, dv, d_stride)
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Hashable
 from pathlib import Path
 
-from ..machine import TARGETS, listed_features
+from ..machine import listed_features, runnable_targets
 from .cache import entry_name, replace_file
 from .image import Kernel, link
 from .image import load as load_image
@@ -28,7 +28,7 @@ def host_name() -> str:
 
     FASTATTN_TARGET may name a lesser one.
     """
-    able = [name for name, needed in TARGETS.items() if needed <= listed_features()]
+    able = runnable_targets(listed_features())
     wanted = os.environ.get("FASTATTN_TARGET") or (able[-1] if able else "")
     return wanted if wanted in able else ""
 
