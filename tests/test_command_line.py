@@ -186,8 +186,15 @@ def test_kernels_that_come_with_the_package(one_kernel, capsys, monkeypatch, tmp
     monkeypatch.setattr(prebuilt, "host_name", lambda: TARGET)
     assert facts(capsys)["cpu"] == f"available: kernels from the package, for {TARGET}"
     assert run("warmup") == 0
-    assert "come with the package: nothing is left" in capsys.readouterr().out
+    assert "came with the package: nothing is left" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_warmup_needs_numba(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run("warmup", "--into", tmp_path) == 1
+    error = "compiling needs numba, which is not installed: pip install numba"
+    assert capsys.readouterr().err == f"fastattn: {error}\n"
 
 
 def test_warmup_says_why_not(one_kernel, capsys, monkeypatch, tmp_path):

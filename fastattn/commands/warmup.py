@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from pathlib import Path
 
@@ -38,22 +39,23 @@ def run(options: argparse.Namespace) -> None:
     ValueError   there is no cache folder, or the one given is not private
     OSError      the folder cannot be written
     """
-    folder = folder_for(options.into)
-    named = compile.named_target(options.target) if options.target else None
-    target = named or compile.host_target()
-    before, start = len(list(folder.glob("*.obj"))), time.perf_counter()
-    elsewhere = bool(options.into or named)
-    builders = built_in.kernels()
+    builders, elsewhere = built_in.kernels(), bool(options.into or options.target)
     kernels = [key for key in builders if elsewhere or not prebuilt.load(key)]
+    if not kernels:
+        print("All kernels came with the package: nothing is left to compile.")
+        return
+    if importlib.util.find_spec("numba") is None:
+        raise ImportError("compiling needs numba, which is not installed: pip install numba")
+    folder, start = folder_for(options.into), time.perf_counter()
+    target = compile.named_target(options.target) if options.target else compile.host_target()
+    before = len(list(folder.glob("*.obj")))
     for key in terminal.each(kernels, built_in.words):
         compile.store(key, builders[key], target, folder)
     new = len(list(folder.glob("*.obj"))) - before
     seconds = time.perf_counter() - start
     print(f"{len(kernels)} kernels for {target.cpu} in {folder}, {new} compiled in {seconds:.1f} s")
-    if not kernels:
-        print("They come with the package: nothing is left to compile.")
     if elsewhere:
-        also = f" and FASTATTN_TARGET to {options.target}" if named else ""
+        also = f" and FASTATTN_TARGET to {options.target}" if options.target else ""
         print(ELSEWHERE.format(target=also))
 
 
