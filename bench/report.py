@@ -74,12 +74,15 @@ def memory_cells(row: dict) -> list[str]:
     return ["–" if size is None else f"{size / MIB:.1f}" for size in sizes]
 
 
-def caption(setting: dict) -> str:
-    """On what, with what and at which commit the figures were measured."""
+def caption(results: dict[str, dict]) -> str:
+    """On what, with what and at which commits the figures were measured."""
+    settings = [result["setting"] for result in results.values()]
+    setting = settings[-1]
+    commits = dict.fromkeys(each["commit"] or "unknown" for each in settings)
     versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
     return (
         f"{record.machine_text(setting)}, Python {setting['python']}, "
-        f"{versions}; commit {setting['commit'] or 'unknown'}."
+        f"{versions}; commit {', '.join(commits)}."
     )
 
 
@@ -96,7 +99,7 @@ def text(results: dict, picture: str) -> str:
         parts.append(startup_table(results["startup"]))
     if "memory" in results:
         parts.append(memory_table(results["memory"]))
-    parts += [caption(next(iter(forward.values()))["setting"]), f"![The same as plots]({picture})"]
+    parts += [caption(forward), f"![The same as plots]({picture})"]
     return "\n\n".join(parts)
 
 

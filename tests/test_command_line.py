@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import subprocess
@@ -327,3 +328,11 @@ def warmup_help(capsys):
     with pytest.raises(SystemExit):
         run("warmup", "--help")
     return " ".join(capsys.readouterr().out.split())
+
+
+def test_contenders_that_store_all_scores_are_left_out_where_these_are_large():
+    case = cases.CASES["long-8k"]
+    long = dataclasses.replace(case, seqlen_q=4 * case.seqlen_q)
+    x = cases.CASES["tiny"].inputs()  # never looked at
+    assert peers.entry("numpy formula", long, x, 1) == "stores 4 GiB of scores or more"
+    assert peers.entry("jax", case, x, peers._available_cores()) == "stores 1 GiB of scores or more"

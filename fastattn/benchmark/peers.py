@@ -20,8 +20,9 @@ from ..cpu.threads import set_num_threads
 from .cases import Case, Inputs
 from .onnx_call import Feeds, onnx_call
 
-# The formula stores all scores, twice while it subtracts: beyond this many bytes it only swaps.
+# Bytes of scores, of which the formula stores all, twice while it subtracts: beyond, it only swaps.
 FORMULA_LIMIT = 4 << 30
+JAX_LIMIT = (1 << 30) - 1  # it stores them too, and takes twice as long (dense-4k)
 
 
 class Entry(NamedTuple):
@@ -33,9 +34,7 @@ class Entry(NamedTuple):
 
 def formula(case: Case, x: Inputs, num_threads: int) -> Entry:
     """softmax(scale * q @ k.T + bias) @ v in plain NumPy, with all scores in memory."""
-    itemsize = x.q.dtype.itemsize
-    if case.batch * case.heads_q * case.seqlen_q * case.seqlen_k * itemsize > FORMULA_LIMIT:
-        raise NotImplementedError(f"scores of more than {FORMULA_LIMIT >> 30} GiB")
+    _refuse_scores(case, FORMULA_LIMIT)
     scale = x.q.dtype.type(case.head_dim**-0.5)
     hidden = None if x.mask is None else ~x.mask
     if case.causal:
@@ -158,6 +157,7 @@ def jax_attention(case: Case, x: Inputs, num_threads: int) -> Entry:
     _refuse(case, float64=True)
     if num_threads != _available_cores():
         raise NotImplementedError("takes every core")
+    _refuse_scores(case, JAX_LIMIT)
     import jax
 
     def tokens_first(array: np.ndarray) -> Any:
@@ -215,6 +215,13 @@ def _refuse(
         raise NotImplementedError("no grouped heads")
     if masking and case.masking:
         raise NotImplementedError("no masks")
+
+
+def _refuse_scores(case: Case, limit: int) -> None:
+    """Raise NotImplementedError if all scores together take more than so many bytes."""
+    itemsize = np.dtype(case.dtype).itemsize
+    if case.batch * case.heads_q * case.seqlen_q * case.seqlen_k * itemsize > limit:
+        raise NotImplementedError(f"stores {limit / 2**30:.0f} GiB of scores or more")
 
 
 def _token_rows(array: np.ndarray) -> np.ndarray:
