@@ -77,11 +77,11 @@ def memory_cells(row: dict) -> list[str]:
 def caption(results: dict[str, dict]) -> str:
     """On what, with what and at which commits the figures were measured."""
     settings = [result["setting"] for result in results.values()]
-    setting = settings[-1]
+    every = {name: version for each in settings for name, version in each["versions"].items()}
     commits = dict.fromkeys(each["commit"] or "unknown" for each in settings)
-    versions = ", ".join(f"{name} {version}" for name, version in setting["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in every.items())
     return (
-        f"{record.machine_text(setting)}, Python {setting['python']}, "
+        f"{record.machine_text(settings[0])}, Python {settings[0]['python']}, "
         f"{versions}; commit {', '.join(commits)}."
     )
 
