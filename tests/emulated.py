@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 import fastattn
+from fastattn import repeat
 from fastattn.cpu import compile, image, prebuilt, run, threads
 from fastattn.machine import NEON
 
@@ -73,7 +74,9 @@ def everywhere(folder):
         fastattn.num_threads(2),
     ):
         run._prepare.cache_clear()
+        repeat.forget()
         try:
             yield
         finally:
             run._prepare.cache_clear()
+            repeat.forget()

@@ -12,6 +12,7 @@ import pytest
 
 import fastattn
 import fastattn.plan as planning
+from fastattn import repeat
 from fastattn.benchmark import contest, record
 from fastattn.benchmark.cases import CASES, Case
 from fastattn.cpu import run as cpu_run
@@ -26,8 +27,10 @@ def script(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     monkeypatch.setattr(cpu_run, "unavailable", lambda variant: "")
     planning._plan.cache_clear()
+    repeat.forget()
     yield importlib.import_module
     planning._plan.cache_clear()
+    repeat.forget()
     for name in [name for name, module in sys.modules.items() if is_script(module)]:
         del sys.modules[name]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from processes import PACKAGE, fresh
 
-from fastattn import commands, plan
+from fastattn import commands, plan, repeat
 from fastattn.benchmark import cases, peers, verify
 from fastattn.commands import bench, info
 from fastattn.cpu import built_in, compile, prebuilt, threads
@@ -297,11 +297,13 @@ def test_a_peer_that_is_not_installed_says_so(monkeypatch):
 def test_without_a_compiler_only_numpy_takes_part(monkeypatch):
     monkeypatch.setattr("fastattn.cpu.run.unavailable", lambda variant: "numba is not installed")
     plan._plan.cache_clear()
+    repeat.forget()
     case = cases.CASES["tiny"]
     why = "backend='cpu' cannot run here: numba is not installed"
     assert str(peers.entry("fastattn cpu", case, case.inputs(), 1)).startswith(why)
     assert isinstance(peers.entry("fastattn numpy", case, case.inputs(), 1), peers.Entry)
     plan._plan.cache_clear()
+    repeat.forget()
 
 
 @pytest.mark.parametrize("name", ["bert-128", "gpt2-1k-causal", "padding-384", "bias-512", "tiny"])

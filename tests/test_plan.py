@@ -8,6 +8,7 @@ import pytest
 
 import fastattn
 import fastattn.plan as planning
+from fastattn import repeat
 from fastattn.cpu import run as cpu_run
 from fastattn.modifier import Modifier
 from fastattn.plan import BLOCK_M, BLOCK_N, MC, SPLIT_N, block_m_for, plan
@@ -28,8 +29,10 @@ def problem(seqlen_q=512, seqlen_k=512, *, batch=1, heads=8, heads_kv=None, **mo
 @pytest.fixture(autouse=True)
 def forget_plans():
     planning._plan.cache_clear()
+    repeat.forget()
     yield
     planning._plan.cache_clear()
+    repeat.forget()
 
 
 @pytest.fixture
@@ -227,6 +230,7 @@ def test_text_says_if_kernels_are_not_kept(with_cpu, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTATTN_CACHE", "0")
     assert str(plan(problem())).splitlines()[-1] == kept + "FASTATTN_CACHE=0 turns the cache off"
     planning._plan.cache_clear()
+    repeat.forget()
     tmp_path.chmod(0o702)
     monkeypatch.setenv("FASTATTN_CACHE", str(tmp_path))
     line = str(plan(problem())).splitlines()[-1]

@@ -87,15 +87,16 @@ DONE = 1 << 62  # progress of an item that has come to its end
 ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
 # How a bias is stored, by bias_kind; 0 is no bias.
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
+PLACE = {name: index for index, name in enumerate(FIELDS)}  # in the array that pack() returns
 OFFSET = {name: 8 * index for index, name in enumerate((*FIELDS, *GRADIENT_FIELDS))}  # bytes
 
 
 def _packer(fields: Sequence[str]) -> tuple[struct.Struct, type[ctypes.Array]]:
     packer = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in fields))
-    return packer, ctypes.c_char * packer.size
+    return packer, ctypes.c_int64 * len(fields)
 
 
-_PACKER, _Buffer = _packer(FIELDS)
+_PACKER, Job = _packer(FIELDS)
 _LONG_PACKER, _LongBuffer = _packer((*FIELDS, *GRADIENT_FIELDS))
 
 
@@ -103,7 +104,7 @@ def pack(values: Iterable[float]) -> ctypes.Array:
     """The struct, its values in the order of FIELDS. Keep it alive while a kernel runs;
     addressof() is its address.
     """
-    job = _Buffer()
+    job = Job()
     _PACKER.pack_into(job, 0, *values)
     return job
 

@@ -1,0 +1,167 @@
+"""Calls of a layout that has been seen before: the same answers and the same errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import repeat
+
+pytest.importorskip("numba")
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    repeat.forget()
+    yield
+    repeat.forget()
+
+
+def arrays(rng, shape=(2, 3, 5, 8), dtype=np.float32):
+    return [rng.standard_normal(shape).astype(dtype) for _ in range(3)]
+
+
+def the_long_way(*inputs, **options):
+    out = fastattn.attention(*inputs, **options, out=None, return_lse=True)[0]
+    assert isinstance(out, np.ndarray)
+    return out
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (2, None), "align": "top_left"},
+    "scaled": {"scale": 0.3, "softcap": 2.0},
+    "chunk": {"chunk": 2},
+    "align": {"causal": True, "align": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_other_arrays_of_the_same_layout(name, dtype, rng):
+    for _ in range(3):
+        inputs = arrays(rng, dtype=dtype)
+        out = fastattn.attention(*inputs, **OPTIONS[name])
+        assert out.tobytes() == the_long_way(*inputs, **OPTIONS[name]).tobytes()
+        assert out.flags.c_contiguous
+        assert out.dtype == dtype
+    assert len(repeat._known) == 1
+
+
+def reversed_rows(a):
+    return a[..., ::-1, :]
+
+
+def seqlen_first(a):
+    return np.ascontiguousarray(a.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def read_only(a):
+    a.setflags(write=False)
+    return a
+
+
+def one_head(a):
+    return a[0, 0]
+
+
+def one_batch_for_all(a):
+    return np.broadcast_to(a[:1], a.shape)
+
+
+@pytest.mark.parametrize(
+    "view", [reversed_rows, seqlen_first, read_only, one_head, one_batch_for_all]
+)
+def test_layouts(view, rng):
+    for _ in range(2):
+        inputs = [view(a) for a in arrays(rng)]
+        out = fastattn.attention(*inputs)
+        assert out.tobytes() == the_long_way(*inputs).tobytes()
+        assert out.shape == inputs[0].shape
+    assert len(repeat._known) == 1
+
+
+def test_keys_that_broadcast(rng):
+    for _ in range(2):
+        q, k, v = arrays(rng)
+        out = fastattn.attention(q, k[0], v[0])
+        assert out.tobytes() == the_long_way(q, k[0], v[0]).tobytes()
+
+
+def test_many_keys_and_one_query(rng):
+    """The keys are split over work items, and the parts merged by a second kernel."""
+    for _ in range(2):
+        q = rng.standard_normal((1, 2, 1, 16), dtype=np.float32)
+        k, v = (rng.standard_normal((1, 2, 5000, 16), dtype=np.float32) for _ in range(2))
+        with fastattn.num_threads(2):
+            out = fastattn.attention(q, k, v)
+        assert out.tobytes() == the_long_way(q, k, v).tobytes()
+
+
+def test_results_are_new_arrays(rng):
+    inputs = arrays(rng)
+    first = fastattn.attention(*inputs)
+    before = first.copy()
+    second = fastattn.attention(*arrays(rng))
+    assert not np.shares_memory(first, second)
+    assert first.tobytes() == before.tobytes()
+
+
+def test_arrays_that_are_not_aligned(rng):
+    """The layout does not say: the address does."""
+    inputs = arrays(rng)
+    expected = fastattn.attention(*inputs)
+    buffer = np.zeros(inputs[0].nbytes + 1, np.uint8)[1:]
+    odd = buffer.view(np.float32).reshape(inputs[0].shape)
+    odd[...] = inputs[0]
+    assert not odd.flags.aligned
+    assert fastattn.attention(odd, *inputs[1:]).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"chunk": 2}, {"chunk": 2.0}),
+        ({"window": (1, 1)}, {"window": (1.0, 1)}),
+        ({"align": 1}, {"align": 1.0}),
+        ({"window": (1, 1)}, {"window": (True, 1)}),
+    ],
+)
+def test_equal_options_of_a_wrong_type_are_still_refused(good, bad, rng):
+    inputs = arrays(rng)
+    fastattn.attention(*inputs, **good)
+    with pytest.raises((TypeError, ValueError)):
+        fastattn.attention(*inputs, **bad)
+
+
+def test_what_is_not_kept(rng):
+    q, k, v = arrays(rng)
+    swapped = q.astype(q.dtype.newbyteorder())
+    fastattn.attention(swapped, k, v)
+    fastattn.attention(q, k, v, backend="numpy")
+    fastattn.attention(q.tolist(), k.tolist(), v.tolist())
+    fastattn.attention(q, k, v, align=np.array([0, 1]))
+    fastattn.attention(q, k, v, dropout_p=0.5)
+    fastattn.attention(q, k, v, mask=np.ones((5, 5), bool))
+    fastattn.attention(q[:, :0], k, v)
+    assert not repeat._known
+
+
+def test_a_bounded_number_is_kept(monkeypatch, rng):
+    monkeypatch.setattr(repeat, "MOST", 3)
+    for seqlen in range(1, 9):
+        fastattn.attention(*arrays(rng, (1, 1, seqlen, 4)))
+    assert 1 <= len(repeat._known) <= 3
+
+
+def test_the_number_of_threads_counts(rng):
+    inputs = arrays(rng, (1, 2, 700, 64))
+    with fastattn.num_threads(1):
+        one = fastattn.attention(*inputs)
+    with fastattn.num_threads(2):
+        two = fastattn.attention(*inputs)
+    assert one.tobytes() == two.tobytes()
+    assert len(repeat._known) == 2
