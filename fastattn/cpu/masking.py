@@ -160,8 +160,9 @@ def scores_row(dtype: str, lanes: int, modifier: Modifier | None):
     ):
         natural = scale * scalar(LN_2)
         # Two divisions cost more than all else that tanh does: 1.34 -> 1.2 times plain attention.
+        softcap = min(softcap, highest * scalar(LN_2))  # it must be finite in base 2
         inverse = scalar(1) / softcap if softcap != scalar(0) else scalar(0)
-        cap = softcap if modified else min(softcap * scalar(LOG2_E), highest)
+        cap = softcap if modified else softcap * scalar(LOG2_E)
         for n in range(start, stop, lanes):
             x = load(s, n)
             if softcap != scalar(0):
