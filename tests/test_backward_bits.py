@@ -13,6 +13,8 @@ from test_backward import backward
 
 import fastattn
 
+pytest.importorskip("numba")
+
 BITS = [
     Case("bits", 300, 500, 32, batch=3, heads_q=4, heads_kv=2, causal=True),
     Case("bits", 70, 700, 40, 24, batch=2, heads_q=2, mask="h1k", sinks=True),

@@ -128,6 +128,7 @@ def test_transformer_layer(form, rng):
 
 
 def test_backends_agree(rng):
+    pytest.importorskip("numba")
     weights, x = make_layer(rng, 32, 4, 64, norm_first=True), rng.standard_normal((2, 40, 32))
     x = x.astype(np.float32)
     pairs = [nn.transformer_layer_backward(x, x, weights, backend=b) for b in ("numpy", "cpu")]

@@ -39,6 +39,7 @@ def forget_plans():
 def with_cpu(monkeypatch):
     """Any kernel can be had, whatever is installed here."""
     monkeypatch.setattr(cpu_run, "unavailable", lambda variant: "")
+    monkeypatch.setattr(cpu_run, "can_split", lambda variant: True)
 
 
 @pytest.fixture
