@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import backward
 import numpy as np
 import repository
 
@@ -55,6 +56,14 @@ def speed_table(rows: dict[str, dict[str, summary.Row]], forward: dict) -> str:
     return markdown(header + others, body)
 
 
+def gradients_table(gradients: dict) -> str:
+    """Backward alone against the limit; with forward, torch's time over ours."""
+    header = ["gradients", "batch × heads × seqlen × head_dim", *backward.COLUMNS]
+    rows = ((case, gradients[case.name]) for case in backward.CASES if case.name in gradients)
+    body = [[case.name, shape_text(case), *backward.cells(row)] for case, row in rows]
+    return markdown(header, body)
+
+
 def startup_table(startup: dict) -> str:
     """Median seconds of each stage."""
     times = [summary.time_text(float(np.median(result["seconds"]))) for result in startup.values()]
@@ -95,6 +104,8 @@ def text(results: dict, picture: str) -> str:
         "rounds; below 1 the peer is faster, – where it cannot run the case.",
         speed_table(rows, forward),
     ]
+    if "backward" in results:
+        parts.append(gradients_table(results["backward"]))
     if "startup" in results:
         parts.append(startup_table(results["startup"]))
     if "memory" in results:
