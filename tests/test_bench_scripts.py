@@ -147,6 +147,14 @@ def test_shares_of_the_variants_are_what_they_see(script):
         variants.select("nope")
 
 
+@pytest.mark.parametrize("name", ["alibi", "t5", "shaw", "transformer_xl"])
+def test_relative_encodings_agree_with_a_bias(name, script):
+    relative = script("relative")
+    assert set(relative.SCHEMES) == {"alibi", "t5", "shaw", "transformer_xl"}
+    ours, theirs = relative.measure(name, 40, rounds=1)
+    assert len(ours) == len(theirs) == 1
+
+
 def test_pieces_are_timed(script):
     pytest.importorskip("numba")
     pieces = script("pieces")

@@ -30,7 +30,7 @@ LAYERS = [
     "nn.loading",
     "nn.multihead_weights",
     "nn.activations nn.norms nn.cache nn.positions",
-    "nn.positions.xpos",
+    "nn.positions.xpos nn.positions.config",
     "nn.positions.rope nn.positions.absolute nn.positions.biases nn.positions.shaw "
     "nn.positions.transformer_xl",
     "nn.positions.rotary nn.positions.scaling nn.positions.integers",

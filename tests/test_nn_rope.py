@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from fastattn.nn import positions
 from fastattn.nn.positions import Rope, Rotation, apply_rotary
 
 DTYPES = (np.float32, np.float64)
@@ -109,102 +108,7 @@ def test_angles_keep_their_digits_at_large_positions():
     np.testing.assert_allclose(rotation.cos[0], exact, rtol=0, atol=1e-7)
 
 
-# --- scaling, against transformers --------------------------------------------------------------
-
-LONG = tuple(np.linspace(1, 30, 16).tolist())
-SHORT = tuple(np.linspace(1, 1.5, 16).tolist())
-# ours, theirs, lengths of text
-SCALINGS = {
-    "none": (positions.NoScaling(), {"rope_type": "default"}, [10]),
-    "linear": (
-        positions.LinearScaling(4.0),
-        {"rope_type": "linear", "factor": 4.0},
-        [10],
-    ),
-    "dynamic": (
-        positions.DynamicScaling(2.5, 4096),
-        {"rope_type": "dynamic", "factor": 2.5},
-        [10, 4096, 4097, 10000],
-    ),
-    "yarn": (
-        positions.YarnScaling(8.0, 2048),
-        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048},
-        [10],
-    ),
-    "yarn-ratio": (
-        positions.YarnScaling(40.0, 512, mscale=1.0, mscale_all_dim=0.7, beta_fast=24.0),
-        {
-            "rope_type": "yarn",
-            "factor": 40.0,
-            "original_max_position_embeddings": 512,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-            "beta_fast": 24.0,
-        },
-        [10],
-    ),
-    "yarn-given": (
-        positions.YarnScaling(4.0, 1024, truncate=False, factor_of_attention=1.7, beta_slow=2.0),
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 1024,
-            "truncate": False,
-            "attention_factor": 1.7,
-            "beta_slow": 2.0,
-        },
-        [10],
-    ),
-    "llama3": (
-        positions.Llama3Scaling(8.0, 1.0, 4.0, 8192),
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        [10],
-    ),
-    "longrope": (
-        positions.LongRopeScaling(SHORT, LONG, 2048, 2.0),
-        {
-            "rope_type": "longrope",
-            "short_factor": list(SHORT),
-            "long_factor": list(LONG),
-            "factor": 2.0,
-            "original_max_position_embeddings": 2048,
-        },
-        [10, 2048, 2049],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("base", [10000.0, 500000.0])
-def test_scaling_matches_transformers(name, base):
-    pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    theirs = pytest.importorskip("transformers.modeling_rope_utils")
-    scaling, parameters, lengths = SCALINGS[name]
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        num_attention_heads=4,
-        max_position_embeddings=4096,
-        rope_parameters={**parameters, "rope_theta": base},
-    )
-    rope = Rope(32, base=base, scaling=scaling)
-    for seqlen in lengths:
-        if name == "none":
-            frequencies, factor = 1 / base ** (np.arange(0, 32, 2) / 32), 1.0
-        else:
-            init = theirs.ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
-            frequencies, factor = init(config, "cpu", seq_len=seqlen)
-            frequencies = frequencies.numpy()
-        np.testing.assert_allclose(rope.frequencies(seqlen), frequencies, rtol=2e-6)
-        assert scaling.attention_factor == pytest.approx(factor, rel=1e-12)
-        rotation = rope.rotation([seqlen - 1], dtype=float)
-        np.testing.assert_allclose(rotation.cos**2 + rotation.sin**2, factor**2, rtol=1e-12)
+# --- against transformers ------------------------------------------------------------------------
 
 
 def test_rotation_matches_transformers_llama(rng):
@@ -311,26 +215,6 @@ ERRORS = {
         lambda: Rope(8).rotation([3, -2]),
         ValueError,
         "positions must lie at 0 or above, got -2",
-    ),
-    "factor": (
-        lambda: positions.LinearScaling(0.0),
-        ValueError,
-        "factor must be positive and finite, got 0.0",
-    ),
-    "dynamic-pairs": (
-        lambda: Rope(2, scaling=positions.DynamicScaling(2.0, 10)).rotation([1]),
-        ValueError,
-        "rotary_dim must be at least 4 to be scaled, got 2",
-    ),
-    "long-factor": (
-        lambda: Rope(8, scaling=positions.LongRopeScaling([1] * 4, [1] * 3, 9, 2)).rotation([9]),
-        ValueError,
-        "long_factor must have rotary_dim / 2 = 4 elements, got 3",
-    ),
-    "llama3": (
-        lambda: positions.Llama3Scaling(8.0, 4.0, 4.0, 100),
-        ValueError,
-        "high_freq_factor must be more than low_freq_factor, 4.0, got 4.0",
     ),
 }
 

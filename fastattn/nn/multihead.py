@@ -52,6 +52,7 @@ def multihead_attention(
     cache : KVCache of this layer
         The tokens of x follow those in it, see them, and are appended. tokens_k is then
         cache.seqlen + tokens, also for mask and bias. Whatever is raised, the cache is what it was.
+        Between calls of other lengths, the projections may round differently: they are BLAS's.
     cu_seqlens : (texts + 1,) ints
         x (tokens, model_dim) holds texts one after another, without padding: tokens cu_seqlens[t]
         to cu_seqlens[t + 1] are one, and see themselves. As in fastattn.attention_varlen, whose

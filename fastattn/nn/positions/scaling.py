@@ -69,6 +69,31 @@ class LinearScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Only the first pairs turn, a share of all, with the frequencies of the whole width.
+
+    Unlike a smaller rotary_dim, which has as many pairs but other frequencies and other partners.
+
+    Source: rope_type "proportional" of Hugging Face's transformers.
+    """
+
+    share: float
+    factor: float = 1.0
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share must lie from 0 to 1, got {self.share}")
+
+    def frequencies(self, rotary_dim: int, base: float, seqlen: int) -> np.ndarray:
+        """plain / factor for the first share of the pairs, 0 for the others."""
+        frequencies = plain_frequencies(rotary_dim, base) / self.factor
+        frequencies[int(self.share * rotary_dim // 2) :] = 0
+        return frequencies
+
+
+@dataclass(frozen=True, slots=True)
 class DynamicScaling:
     """The base grows with the text, once it is longer than max_positions ("dynamic NTK").
 
