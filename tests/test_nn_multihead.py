@@ -71,6 +71,17 @@ def test_texts_without_padding(causal, backend, rng):
         np.testing.assert_allclose(together[a:b], alone, rtol=0, atol=4e-6)
 
 
+def test_key_mask_joins_a_mask(backend, rng):
+    weights, x = make_multihead(rng, 24, 4, 8), tokens_of(rng, 2, 13, 24)
+    key_mask = np.arange(13) < np.array([[13], [5]])
+    exact = nn.multihead_attention(x, weights, causal=True, key_mask=key_mask, backend=backend)
+    for causal in (np.tri(13, dtype=bool), None):
+        ours = nn.multihead_attention(
+            x, weights, causal=causal is None, key_mask=key_mask, mask=causal, backend=backend
+        )
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=1e-6)
+
+
 # --- cross-attention ----------------------------------------------------------------------------
 
 

@@ -81,7 +81,8 @@ def multihead_attention(
     tokens_k = x.shape[-2] + cache.seqlen if cache is not None else _tokens_of(x, keys)
     if key_mask is not None:
         visible = core_mask(key_mask, (*x.shape[:-2], tokens_k))
-        options["mask"] = visible & options["mask"] if "mask" in options else visible
+        given = options.get("mask")
+        options["mask"] = visible if given is None else visible & given
     options["causal"] = cache is not None if causal is None else causal
     options["backend"] = backend
     if weights.sinks is not None:
