@@ -180,6 +180,16 @@ def test_a_prompt_longer_than_the_window_is_not_kept(rng):
     np.testing.assert_array_equal(keys[..., :-1, :], k[..., cache.start :, :])
 
 
+def test_bfloat16(backend, rng):
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    q, k, v = (a.astype(bfloat16) for a in qkv(rng, 30, batch=()))
+    cache = nn.KVCache(2, 8, dtype=bfloat16)
+    ours = in_parts(cache, q, k, v, [20, *[1] * 10], backend=backend)
+    whole = fastattn.attention(q, k, v, causal=True, backend=backend)
+    slack = 0 if backend == "cpu" else 0.02
+    np.testing.assert_allclose(ours.astype(float), whole.astype(float), rtol=0, atol=slack)
+
+
 def test_values_of_another_width(backend, rng):
     q, k, _ = qkv(rng, 30)
     v = heads(rng, 2, 2, 30, 5)
@@ -259,6 +269,11 @@ ERRORS = {
         lambda: small().append(zeros(3, 2, 1, 4, dtype=np.float64), zeros(3, 2, 1, 4)),
         TypeError,
         "k must have the dtype of the cache, float32, got float64",
+    ),
+    "int": (
+        lambda: small(dtype=np.int64),
+        TypeError,
+        "dtype must be float16, bfloat16, float32 or float64, got int64",
     ),
     "heads": (lambda: nn.KVCache(0, 4), ValueError, "heads_kv must be at least 1, got 0"),
     "left": (lambda: small(left=-1), ValueError, "left must be at least 0, got -1"),

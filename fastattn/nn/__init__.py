@@ -4,6 +4,8 @@ Tokens are rows: x is (..., tokens, model_dim). Weight matrices are (out_feature
 torch and checkpoint files store them, so that a layer computes x @ weight.T + bias. The parameters
 of a layer are one frozen record, checked once, when it is made; layers check only what they are
 called with. float32 and float64; x, weights and result have one dtype.
+
+KVCache keeps the keys and values of earlier tokens; nn.positions has the encodings of positions.
 """
 
 from . import positions

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..api import attention
+from ..arrays import FLOAT_RULE, float_name
 from ..plan import SPLIT_N
 from ..signatures import passing_keywords_to
 
@@ -66,6 +67,8 @@ class KVCache:
             low = 0 if name == "left" else 1
             if size is not None and size < low:
                 raise ValueError(f"{name} must be at least {low}, got {size}")
+        if not float_name(np.dtype(dtype)):
+            raise TypeError(f"dtype must be {FLOAT_RULE}, got {np.dtype(dtype)}")
         self.capacity, self.left = capacity, left
         self.seqlen = self.start = 0
         slots = reserve if capacity is None else min(reserve, capacity)
