@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--target",
         choices=list(compile.TARGETS),
         metavar="NAME",
-        help=f"machines to compile for: {names} (default: this processor)",
+        help=f"machines to compile for: {names} (default: the best that runs here)",
     )
     parser.add_argument(
         "--into", type=Path, metavar="DIR", help="folder to fill (default: the cache of this user)"
