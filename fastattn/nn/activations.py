@@ -13,7 +13,7 @@ from .compiled import compiled
 from .linear import check_float_array, check_like, check_vector
 
 BLOCK = 16384  # elements per step in NumPy: some float32 rows stay in L2, and calls cost little
-# np.maximum is one instruction an element, as a kernel of ours: worth its call on two threads only.
+# np.maximum is one instruction an element, as a kernel of ours: which pays on several threads only.
 RELU_ALONE = 262144
 
 
@@ -62,15 +62,20 @@ def activate(
     check_float_array("x", x)
     if bias is not None:
         check_vector("bias", bias, x.shape[-1] if x.ndim else 1, x.dtype, "x")
-    for argument, array in (("up", up), ("out", out)):
-        if array is not None:
-            check_like(argument, array, "x", x)
+    if up is not None:
+        check_like("up", up, "x", x)
     fresh = out is None
-    out = np.empty_like(x) if out is None else out
-    alone = name == "relu" and bias is up is None and x.size < RELU_ALONE
-    run = compiled(name, x.dtype, "numpy" if alone and backend == "auto" else backend)
-    if run is None:
+    if out is None:
+        out = np.empty_like(x)
+    else:
+        check_like("out", out, "x", x)
+    run = compiled(name, x.dtype, backend)
+    if name == "relu" and bias is up is None and (run is None or x.size < RELU_ALONE):
+        np.maximum(x, 0, out=out)
+    elif run is None:
         _activate_in_numpy(name, x, bias, up, out)
+    elif x.ndim:
+        run(name, out, x, bias, up, fresh=fresh)
     else:
         run(name, *(_with_axis(a) for a in (out, x, bias, up)), fresh=fresh)
     return out
