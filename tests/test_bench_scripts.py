@@ -163,6 +163,20 @@ def test_pieces_are_timed(script):
     assert 0.01 < found["softmax"]["ns"] < 100
 
 
+def test_layers_are_timed_once_they_agree(script, monkeypatch):
+    monkeypatch.setattr(contest, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(contest, "SETTLE_SECONDS", 0.0)
+    layers = script("layers")
+    monkeypatch.setattr(layers, "find_spec", lambda name: None)
+    for name, contenders in layers.calls((3, 128)).items():
+        seconds = layers.measure(contenders, 2)
+        assert [len(samples) for samples in seconds.values()] == [2, 2], name
+        assert layers.ratio(seconds, "torch") == "–"
+        assert float(layers.ratio(seconds, "numpy")) > 0
+    with pytest.raises(AssertionError, match="Not equal"):
+        layers.measure({"numpy": lambda: np.zeros(3), "fastattn": lambda: np.ones(3)}, 1)
+
+
 def test_pairs_take_turns(monkeypatch):
     monkeypatch.setattr(contest, "SAMPLE_SECONDS", 0.0)
     said = []

@@ -180,9 +180,36 @@ def norm_row(centred: bool, dtype: str, lanes: int):
     bias, residual, total and shift may be absent.
     """
     simd, scalar = operations(dtype, lanes), getattr(np, dtype)
-    splat, sqrt, fma, reduce_add = simd.splat, simd.sqrt, simd.fma, simd.reduce_add
+    splat, sqrt, zero, one = simd.splat, simd.sqrt, scalar(0), scalar(1)
     take, put = row_access(dtype, lanes)
-    zero, one = scalar(0), scalar(1)
+    add, mean_of, variance_of = passes_before_norm(dtype, lanes)
+
+    @jit
+    def run(job, index, count):
+        out, x = row_address(job, 0, index), row_address(job, 1, index)
+        bias, residual = row_address(job, 2, index), row_address(job, 3, index)
+        total = row_address(job, 4, index)
+        weight, shift = row_address(job, 5, index), row_address(job, 6, index)
+        if bias != 0 or residual != 0 or total != 0:
+            total = out if total == 0 else total
+            add(total, x, bias, residual, count)
+            x = total
+        mean = mean_of(x, count) if centred else zero
+        variance = variance_of(x, mean, count)
+        factor = splat(one) / sqrt(splat(variance + scalar(DOUBLES(address(job))[EPS])))
+        for n in range(0, count, lanes):
+            left = count - n
+            value = (take(x, n, left, zero) - mean) * factor * take(weight, n, left, zero)
+            put(out, n, left, value + take(shift, n, left, zero))
+
+    return run
+
+
+def passes_before_norm(dtype: str, lanes: int):
+    """Kernels over one row: total = x + bias + residual; the mean; the variance, centred first."""
+    simd, scalar = operations(dtype, lanes), getattr(np, dtype)
+    splat, fma, reduce_add, zero = simd.splat, simd.fma, simd.reduce_add, scalar(0)
+    take, put = row_access(dtype, lanes)
 
     @jit
     def add(total, x, bias, residual, count):
@@ -206,25 +233,7 @@ def norm_row(centred: bool, dtype: str, lanes: int):
             total = fma(value, value, total)
         return reduce_add(total) / scalar(count)
 
-    @jit
-    def run(job, index, count):
-        out, x = row_address(job, 0, index), row_address(job, 1, index)
-        bias, residual = row_address(job, 2, index), row_address(job, 3, index)
-        total = row_address(job, 4, index)
-        weight, shift = row_address(job, 5, index), row_address(job, 6, index)
-        if bias != 0 or residual != 0 or total != 0:
-            total = out if total == 0 else total
-            add(total, x, bias, residual, count)
-            x = total
-        mean = mean_of(x, count) if centred else zero
-        variance = variance_of(x, mean, count)
-        factor = splat(one) / sqrt(splat(variance + scalar(DOUBLES(address(job))[EPS])))
-        for n in range(0, count, lanes):
-            left = count - n
-            value = (take(x, n, left, zero) - mean) * factor * take(weight, n, left, zero)
-            put(out, n, left, value + take(shift, n, left, zero))
-
-    return run
+    return add, mean_of, variance_of
 
 
 def rotary_row(interleaved: bool, dtype: str, lanes: int):
