@@ -281,7 +281,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     model = load_with_bar(console)
-    model.greedy([0], 1)  # compiles what the cache of kernels does not hold
+    list(model.greedy([0], 1))  # compiles what the cache of kernels does not hold
     print_answer(model, options.question, options.tokens, console)
     if not options.no_speed:
         from smollm2_speed import print_speeds
