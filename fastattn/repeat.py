@@ -53,7 +53,8 @@ def keep(
     """Keep a call that has been answered by a result of `shape`, unless check() copied an array."""
     if plan.backend != "cpu" or operands.ranges is not None or operands.out.ndim > 4:
         return
-    from .cpu.run import Repeat, address
+    from .cpu.layout import address
+    from .cpu.run import Repeat
 
     views = (operands.q, operands.k, operands.v)
     if any(address(view) != address(a) for view, a in zip(views, arrays, strict=True)):

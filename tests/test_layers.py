@@ -43,7 +43,7 @@ LAYERS = [
     "arrays",
     "probabilities gradients cpu.run_backward",
     "reference cpu.run cpu.elementwise",
-    "modified",
+    "modified cpu.layout",
     "cpu.decode cpu.backward",
     "cpu.forward",
     "cpu.products cpu.masking cpu.rows cpu.elementwise_kernels",

@@ -14,7 +14,8 @@ from ..machine import VectorUnit
 from ..problem import Gradients, Operands, Plan, Problem, Variant
 from . import compile
 from .job import ITEM_SIZE, pack_gradients
-from .run import LINE, Share, address, extras, lanes_of, layout, score_fields, sizes_of
+from .layout import address, layout
+from .run import LINE, Share, extras, lanes_of, score_fields, sizes_of
 
 FLOP_PER_CALL = 500_000_000  # see run.py
 
