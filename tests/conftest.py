@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         callspec = getattr(item, "callspec", None)
         on_cpu = callspec is not None and callspec.params.get("backend") == "cpu"
-        if on_cpu and getattr(item.module, "CPU_IS_SLOW", False):
+        marked = item.get_closest_marker("cpu_is_slow") is not None
+        if on_cpu and (marked or getattr(item.module, "CPU_IS_SLOW", False)):
             item.add_marker(pytest.mark.slow)
 
 

@@ -78,10 +78,18 @@ DIFFERENTIATED = {
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENTIATED)
+PLAIN = [name for name in DIFFERENTIATED if not name.endswith("_mod")]
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_every_gradient_is_a_finite_difference(name, backend):
-    if name.endswith("_mod") and backend == "cpu":
-        pytest.skip("compiles a kernel of its own: see test_compiled_modifiers_differentiate")
+    flags = DIFFERENTIATED[name]
+    differentiate(backend, (drawn(B, H, Q, 8), drawn(B, 2, K, 8), drawn(B, 2, K, 5)), flags)
+
+
+@pytest.mark.cpu_is_slow  # test_compiled_modifiers.py has one that is quick
+@pytest.mark.parametrize("name", sorted(set(DIFFERENTIATED) - set(PLAIN)))
+def test_every_gradient_with_modifiers_is_a_finite_difference(name, backend):
     flags = DIFFERENTIATED[name]
     differentiate(backend, (drawn(B, H, Q, 8), drawn(B, 2, K, 8), drawn(B, 2, K, 5)), flags)
 
@@ -195,10 +203,9 @@ def test_torch_autograd_in_float64(causal, heads_kv, backend):
         np.testing.assert_allclose(a, tensor.grad.numpy(), rtol=0, atol=1e-13)
 
 
+@pytest.mark.cpu_is_slow  # test_compiled_modifiers.py has one that is quick
 def test_torch_autograd_through_a_score_mod(backend):
     """PyTorch's autograd on the formula: its flex_attention has no gradients on CPUs."""
-    if backend == "cpu":
-        pytest.skip("compiles a kernel of its own: see test_compiled_modifiers_differentiate")
     torch = pytest.importorskip("torch")
     arrays = drawn(2, 4, 33, 16), drawn(2, 4, 70, 16), drawn(2, 4, 70, 24)
 
@@ -221,9 +228,8 @@ def test_torch_autograd_through_a_score_mod(backend):
 # --- modifiers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu_is_slow  # test_compiled_modifiers.py has one that is quick
 def test_a_given_derivative_is_used(backend):
-    if backend == "cpu":
-        pytest.skip("compiles a kernel of its own: see test_compiled_modifiers_differentiate")
     arrays = drawn(2, 9, 8), drawn(2, 12, 8), drawn(2, 12, 8)
     flags = {"score_mod": lambda score, b, h, i, j, aux: score * score * aux[0], "aux": (0.3,)}
     _, _, expected = backward(backend, arrays, flags)
