@@ -128,10 +128,10 @@ def attention(
     arrays: Any = (q, k, v)
     key = None
     no_arrays = bias is mask is alibi is sinks is q_len is kv_len is kv_start is out is None
-    no_modifiers = score_mod is mask_mod is block_mask is None
+    no_modifiers = score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux
     no_dropout = type(dropout_p) is float and dropout_p == 0
     if no_arrays and no_modifiers and no_dropout and return_lse is False:
-        options = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed, aux, backend)
+        options = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed, backend)
         key = repeat.key_of(arrays, options, window)
         known = repeat.find(key)
         result = None if known is None else known.run(arrays)

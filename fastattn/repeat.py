@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .cpu.run import Repeat
 
 Key = tuple[Any, ...]
+SCALARS = {type(None), bool, int, float, str}
 MOST = 512  # calls to keep
 _known: dict[Key, Repeat] = {}
 
@@ -25,13 +26,16 @@ _known: dict[Key, Repeat] = {}
 def key_of(arrays: tuple[Any, ...], options: tuple[Any, ...], window: Any) -> Key | None:
     """What a call depends on besides addresses; None if it is not to be kept.
 
-    options: the scalars among its arguments. Equal ones of other types (1 and True) are not the
+    options: its other arguments, which must be scalars. Equal ones of other types (1 and True) are not the
     same argument, so their types are part of the key.
     """
     if type(window) is not tuple:
         return None
     options += window
-    key = (get_num_threads(), options, *map(type, options))
+    kinds = tuple(map(type, options))
+    if not SCALARS.issuperset(kinds):
+        return None
+    key = (get_num_threads(), options, kinds)
     for a in arrays:
         if type(a) is not np.ndarray:
             return None
@@ -41,10 +45,7 @@ def key_of(arrays: tuple[Any, ...], options: tuple[Any, ...], window: Any) -> Ke
 
 def find(key: Key | None) -> Repeat | None:
     """The call of this key, if it has been made before."""
-    try:
-        return _known.get(key) if key is not None else None
-    except TypeError:  # an option that has no hash, and is no scalar
-        return None
+    return _known.get(key) if key is not None else None
 
 
 def keep(
@@ -61,10 +62,7 @@ def keep(
         return
     if len(_known) >= MOST:
         forget()
-    try:
-        _known[key] = Repeat(plan, operands, shape)
-    except TypeError:  # an option without a hash
-        return
+    _known[key] = Repeat(plan, operands, shape)
 
 
 def forget() -> None:

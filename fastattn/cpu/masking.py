@@ -24,12 +24,13 @@ from .fields import (
     next_row,
 )
 from .job import BIAS_KINDS, LN_2, LOG2_E
-from .memory import at, element_loader, pointer_to
+from .memory import at, element_loader, pointer_to, prefetch
 from .modifiers import mask_mod, score_mod
 from .registers import jit
 from .simd import operations
 
 BYTES = pointer_to("bool")
+LINE = 64  # bytes of a cache line
 
 
 @jit
@@ -290,6 +291,8 @@ def scores_block(variant: Variant, lanes: int):
         col = field(job, "bias_col")
         base = batch_offset(field(job, "bias_table"), field(job, "bias_batch"), item[BATCH])
         base += (n_start + item[FIRST_BIAS]) * col
+        kind = field(job, "bias_kind")
+        itemsize = 8 if kind == 2 else 4 if kind == 1 else 2
         heads_q = group * field(job, "heads_kv")
         slope = scalar(0)
         i, r = row // group, row % group
@@ -302,6 +305,13 @@ def scores_block(variant: Variant, lanes: int):
                     max(slopes[item[BATCH] * heads_q + h] * scalar(LOG2_E), -largest), largest
                 )
             place = base + h * field(job, "bias_head") + i * field(job, "bias_row")
+            i_next, r_next = next_row(i, r, group)
+            if kind != 0:
+                # Rows of a bias are far apart: without this each would be waited for.
+                ahead = base + (item[HEAD] * group + r_next) * field(job, "bias_head")
+                ahead = (ahead + i_next * field(job, "bias_row") + start * col) * itemsize
+                for byte in range(0, (stop - start) * col * itemsize, LINE):
+                    prefetch(BYTES(field(job, "bias")), ahead + byte)
             apply(
                 at(s, m * s_stride),
                 start,
@@ -314,7 +324,7 @@ def scores_block(variant: Variant, lanes: int):
                 field(job, "bias"),
                 place,
                 col,
-                field(job, "bias_kind"),
+                kind,
                 spare,
                 item[BATCH],
                 h,
@@ -322,6 +332,6 @@ def scores_block(variant: Variant, lanes: int):
                 n_start + item[FIRST_BIAS] + field(job, "first_key"),
                 field(job, "score_aux"),
             )
-            i, r = next_row(i, r, group)
+            i, r = i_next, r_next
 
     return run
