@@ -26,8 +26,8 @@ _known: dict[Key, Repeat] = {}
 def key_of(arrays: tuple[Any, ...], options: tuple[Any, ...], window: Any) -> Key | None:
     """What a call depends on besides addresses; None if it is not to be kept.
 
-    options: its other arguments, which must be scalars. Equal ones of other types (1 and True) are not the
-    same argument, so their types are part of the key.
+    options: its other arguments, which must be scalars. Equal ones of other types (1 and True) are
+    not the same argument, so their types are part of the key.
     """
     if type(window) is not tuple:
         return None
@@ -35,7 +35,7 @@ def key_of(arrays: tuple[Any, ...], options: tuple[Any, ...], window: Any) -> Ke
     kinds = tuple(map(type, options))
     if not SCALARS.issuperset(kinds):
         return None
-    key = (get_num_threads(), options, kinds)
+    key: Key = (get_num_threads(), options, kinds)
     for a in arrays:
         if type(a) is not np.ndarray:
             return None
