@@ -187,6 +187,24 @@ def test_nan_in_k_makes_nan_of_the_rows_that_see_it(seqlen_k, backend):
     np.testing.assert_array_equal(out[0, 0], clean[0, 0])
 
 
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("seqlen_k", [2, 5, 40, 300])
+@pytest.mark.parametrize("how", ["plain", "causal", "mask", "bias", "all keys"])
+def test_a_key_whose_product_is_minus_infinity_is_seen(how, seqlen_k, bad, backend, rng):
+    """It weighs 0, and 0 times what is not finite is NaN: only mask, window and bias hide."""
+    q, k, v = Case("product", seqlen_k, seqlen_k, 8).arrays()
+    q, at = np.abs(q), seqlen_k // 2
+    k[..., at if how != "all keys" else slice(None), :] = -np.inf
+    v[..., at, 3] = bad
+    mask = rng.random((seqlen_k, seqlen_k)) < 0.7
+    flags = {
+        "causal": {"causal": True},
+        "mask": {"mask": mask},
+        "bias": {"bias": np.where(mask, np.float32(0.5), -np.inf)},
+    }
+    assert_exact(backend, q, k, v, **flags.get(how, {}))
+
+
 @pytest.mark.parametrize("seqlen_k", [1, 40, 300])
 def test_bad_query_is_a_nan_row_and_no_other(seqlen_k, backend):
     q, k, v = Case("bad-q", 40, seqlen_k, 8).arrays()

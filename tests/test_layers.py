@@ -46,6 +46,7 @@ LAYERS = [
     "modified cpu.layout",
     "cpu.decode cpu.backward",
     "cpu.forward",
+    "cpu.overflow",
     "cpu.products cpu.masking cpu.rows cpu.elementwise_kernels",
     "cpu.gradient_rows cpu.gradient_scores",
     "cpu.softmax cpu.microkernel cpu.modifiers",

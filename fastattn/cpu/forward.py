@@ -42,6 +42,7 @@ from .job import ITEM_SIZE
 from .masking import mask_block, scores_block, visible_span
 from .memory import address, at, pointer_to
 from .microkernel import pack_k, pack_v, tile_shape
+from .overflow import mark_overflow
 from .random import row_key
 from .registers import ITEMSIZE, jit
 from .softmax import drop_row, merge, row_update
@@ -122,7 +123,7 @@ def key_block(variant: Variant, unit: VectorUnit):
     """Kernel: all rows of a work item against the keys from n_start of one block.
 
     panels  scratch for the packed keys, then the packed values
-    s       scratch for the scores of mc rows, then for a few registers
+    s       scratch for the scores of mc rows, then for a few registers and one more row
     """
     dtype, storage = variant.dtype, variant.storage
     lanes = unit.lanes(ITEMSIZE[dtype])
@@ -131,7 +132,7 @@ def key_block(variant: Variant, unit: VectorUnit):
     score_packed = products.score_block(dtype, unit)
     score_few = products.few_scores(dtype, unit, storage)
     change, apply_mask = scores_block(variant, lanes), mask_block(variant, lanes)
-    fold = softmax_block(variant, unit)
+    fold, mark_lost = softmax_block(variant, unit), mark_overflow(variant, unit)
     stored, real, as_stored = pointer_to(storage), pointer_to(dtype), storage == dtype
     has_score_mod, has_mask_mod = variant.score_mod is not None, variant.mask_mod is not None
     few_rows = products.FEW_ROWS
@@ -208,8 +209,6 @@ def key_block(variant: Variant, unit: VectorUnit):
                 score_few(q, here, head_dim, k, k_row, keys, beyond, to, s_stride, spare)
             else:
                 score_packed(q, head_dim, here, head_dim, panels, start, padded, s, s_stride)
-            if field(job, "changes_scores") != 0:
-                change(job, item, row + m, here, n_start, start, padded, s, spare)
             # Columns that every row sees need no mask: only those around them are masked.
             full_start = max(low_key(job, bottom) - n_start, start)
             full_stop = min(high_key(job, top, item[KEYS]) - n_start, padded)
@@ -218,6 +217,30 @@ def key_block(variant: Variant, unit: VectorUnit):
             if hides or modify:
                 full_start = full_stop = padded
             partial = full_start > start or full_stop < padded
+            changes = field(job, "changes_scores") != 0
+            if partial and unsafe != 0:
+                mark_lost(
+                    job,
+                    item,
+                    row + m,
+                    here,
+                    n_start,
+                    s,
+                    s_stride,
+                    start,
+                    stop,
+                    padded,
+                    values,
+                    panel_n,
+                    first,
+                    at(acc, m * acc_stride),
+                    acc_stride,
+                    spare,
+                    changes,
+                    modify,
+                )
+            if changes:
+                change(job, item, row + m, here, n_start, start, padded, s, spare)
             if partial:
                 apply_mask(
                     job,

@@ -85,6 +85,8 @@ LOG2_E = 1.4426950408889634  # 1 / ln 2: kernels work in base 2
 LN_2 = 0.6931471805599453
 DONE = 1 << 62  # progress of an item that has come to its end
 ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
+# Registers of scratch for products.few_scores() and masking.mask_row()
+SPARE_REGISTERS = 5
 # How a bias is stored, by bias_kind; 0 is no bias.
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
 PLACE = {name: index for index, name in enumerate(FIELDS)}  # in the array that pack() returns

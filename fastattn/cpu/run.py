@@ -15,11 +15,21 @@ from .. import dropout
 from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
 from . import compile, threads
-from .job import BIAS_KINDS, ITEM_SIZE, LN_2, LOG2_E, PARTS, PLACE, Job, aux_table, pack
+from .job import (
+    BIAS_KINDS,
+    ITEM_SIZE,
+    LN_2,
+    LOG2_E,
+    PARTS,
+    PLACE,
+    SPARE_REGISTERS,
+    Job,
+    aux_table,
+    pack,
+)
 from .layout import address, layout
 
 UNLIMITED = 1 << 40  # a window side of None: past any key
-SPARE_REGISTERS = 5  # products.few_scores() and masking.mask_row() use them
 NO_MORE = 1 << 62  # a counter past every item
 LINE = 64  # bytes of a cache line
 SCRATCH_KEPT = (
@@ -150,7 +160,7 @@ def _prepare(plan: Plan) -> _Prepared:
         8 * ITEM_SIZE // itemsize
         + plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
         + plan.block_n * (problem.head_dim + acc_stride)
-        + plan.mc * s_stride
+        + (plan.mc + 1) * s_stride
         + SPARE_REGISTERS * lanes
     )
     return _Prepared(
