@@ -5,7 +5,7 @@ of the kernels of elementwise_kernels.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import Array, addressof, c_char, c_int64
+from ctypes import Array, addressof, c_int64
 from typing import NamedTuple
 
 import numpy as np
@@ -13,11 +13,12 @@ import numpy as np
 from ..machine import VectorUnit
 from . import compile, threads
 from .elementwise_job import OPERANDS, WRITTEN, layout_of, pack
+from .job import NO_MORE
+from .layout import address
 
 ITEMS_PER_CALL = 1024  # a kernel then returns, within 20 ms, to let Python act
 # Fewer are faster on one thread: waking another costs about 10 us.
 ELEMENTS_PER_THREAD = 131072
-NO_MORE = 1 << 62  # a counter past every item
 NAMES = {4: "float32", 8: "float64"}  # dtype.name takes 2 us
 
 
@@ -64,7 +65,7 @@ def run(
     if layout is None or not (fresh or _disjoint(function, arrays)):
         _run_on_copies(function, out, inputs, eps, pairs)
         return
-    addresses = [0 if a is None else _address(a) for a in arrays]
+    addresses = [address(a) for a in arrays]
     job = pack(eps, pairs, addresses, layout)
     share = _Share(kernel(function, NAMES[out.itemsize]), job, arrays)
     num_threads = min(threads.get_num_threads(), out.size // ELEMENTS_PER_THREAD)
@@ -91,13 +92,6 @@ class _Share(NamedTuple):
             raise
 
 
-def _address(array: np.ndarray) -> int:
-    try:  # a third of the time of what always works
-        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # read-only, or not contiguous
-        return array.__array_interface__["data"][0]
-
-
 def _disjoint(function: str, arrays: Sequence[np.ndarray | None]) -> bool:
     """Whether what is written holds nothing that is read, but for arrays that are the same."""
     present = [a for a in arrays if a is not None]
@@ -110,7 +104,7 @@ def _disjoint(function: str, arrays: Sequence[np.ndarray | None]) -> bool:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return a is b or (a.shape == b.shape and a.strides == b.strides and _address(a) == _address(b))
+    return a is b or (a.shape == b.shape and a.strides == b.strides and address(a) == address(b))
 
 
 def _run_on_copies(

@@ -217,7 +217,6 @@ def key_block(variant: Variant, unit: VectorUnit):
             if hides or modify:
                 full_start = full_stop = padded
             partial = full_start > start or full_stop < padded
-            changes = field(job, "changes_scores") != 0
             if partial and unsafe != 0:
                 mark_lost(
                     job,
@@ -226,7 +225,6 @@ def key_block(variant: Variant, unit: VectorUnit):
                     here,
                     n_start,
                     s,
-                    s_stride,
                     start,
                     stop,
                     padded,
@@ -234,12 +232,10 @@ def key_block(variant: Variant, unit: VectorUnit):
                     panel_n,
                     first,
                     at(acc, m * acc_stride),
-                    acc_stride,
                     spare,
-                    changes,
                     modify,
                 )
-            if changes:
+            if field(job, "changes_scores") != 0:
                 change(job, item, row + m, here, n_start, start, padded, s, spare)
             if partial:
                 apply_mask(

@@ -83,6 +83,8 @@ GRADIENT_FIELDS = (
 FLOATS = ("scale_log2", "q_sign", "softcap", "dropout_factor", "scale")
 LOG2_E = 1.4426950408889634  # 1 / ln 2: kernels work in base 2
 LN_2 = 0.6931471805599453
+LINE = 64  # bytes of a cache line
+NO_MORE = 1 << 62  # a counter past every item
 DONE = 1 << 62  # progress of an item that has come to its end
 ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
 # Registers of scratch for products.few_scores() and masking.mask_row()

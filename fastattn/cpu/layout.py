@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from ctypes import c_void_p
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +54,15 @@ def layout(array: np.ndarray | None, kept: list[np.ndarray]) -> tuple[int, ...]:
     table = _offsets(array.shape[:-3], [stride // array.itemsize for stride in array.strides[:-3]])
     kept.append(table)
     return address(array), address(table), 0, *_strides(array.strides[-3:], array.itemsize)[2:]
+
+
+def layouts(arrays: Iterable[np.ndarray | None], packed: bool, kept: list[Any]) -> Iterator[int]:
+    """The job's fields of operands. Packed ones have one batch entry, in which Operands.starts says
+    where each member begins.
+    """
+    for array in arrays:
+        place, table, batch, *rest = layout(array, kept)
+        yield from (place, 0, 0, *rest) if packed else (place, table, batch, *rest)
 
 
 @lru_cache(maxsize=1024)

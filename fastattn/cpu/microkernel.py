@@ -15,6 +15,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..machine import VectorUnit
+from .job import LINE
 from .memory import at, element_loader, prefetch
 from .registers import (
     FLOAT,
@@ -34,7 +35,6 @@ from .simd import operations
 # (mr rows, nv registers of columns) by number of vector registers: mr * nv accumulators + nv
 # columns + 1 broadcast fit.
 TILE = {16: (6, 2), 32: (14, 2)}
-LINE = 64  # bytes of a cache line
 ROWS_AHEAD = 32  # rows to ask for while one is packed
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..machine import VectorUnit
 from ..problem import Variant
+from .fields import field
 from .job import SPARE_REGISTERS
 from .masking import mask_block, scores_block
 from .memory import at
@@ -52,7 +53,6 @@ def mark_overflow(variant: Variant, unit: VectorUnit):
         count,
         n_start,
         s,
-        s_stride,
         start,
         stop,
         padded,
@@ -60,11 +60,10 @@ def mark_overflow(variant: Variant, unit: VectorUnit):
         panel_n,
         first,
         acc,
-        acc_stride,
         spare,
-        changes,
         modify,
     ):
+        s_stride, acc_stride = field(job, "s_stride"), field(job, "acc_stride")
         scores = at(spare, SPARE_REGISTERS * lanes)
         for m in range(0 if none else count):
             products = at(s, m * s_stride)
@@ -75,7 +74,7 @@ def mark_overflow(variant: Variant, unit: VectorUnit):
                 scores[n] = scalar(0) if lost else products[n]
             if not found:
                 continue
-            if changes:
+            if field(job, "changes_scores") != 0:
                 change(job, item, row + m, 1, n_start, start, padded, scores, spare)
             hide(
                 job, item, row + m, 1, n_start, start, padded, padded, padded, scores, spare, modify

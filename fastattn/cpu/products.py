@@ -11,8 +11,9 @@ import functools
 import numpy as np
 
 from ..machine import VectorUnit
+from .job import LINE
 from .memory import at, element_loader
-from .microkernel import LINE, dot_square, panel_product, product, tile_shape
+from .microkernel import dot_square, panel_product, product, tile_shape
 from .registers import ITEMSIZE, jit
 from .simd import operations
 

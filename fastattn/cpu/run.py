@@ -18,20 +18,19 @@ from . import compile, threads
 from .job import (
     BIAS_KINDS,
     ITEM_SIZE,
+    LINE,
     LN_2,
     LOG2_E,
-    PARTS,
+    NO_MORE,
     PLACE,
     SPARE_REGISTERS,
     Job,
     aux_table,
     pack,
 )
-from .layout import address, layout
+from .layout import address, layouts
 
 UNLIMITED = 1 << 40  # a window side of None: past any key
-NO_MORE = 1 << 62  # a counter past every item
-LINE = 64  # bytes of a cache line
 SCRATCH_KEPT = (
     8 << 20
 )  # bytes of scratch that a thread keeps for its next call: fresh pages cost 0.1 ms a call
@@ -184,25 +183,22 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
         if operands.ranges is not None:
             state[..., 1] = _UNTOUCHED
         kept.append(state)
-    job = _job(plan, problem, operands, state, kept)
-    _draw(plan, _prepare(plan), job, (operands, kept))
+    prepared = _prepare(plan)
+    job = _job(prepared, problem, operands, state, kept)
+    _draw(plan, prepared, job, (operands, kept))
     if state is not None and operands.lse is not None:
         _write_lse(operands.lse, operands, state)
 
 
 def _job(
-    plan: Plan,
+    prepared: _Prepared,
     problem: Problem,
     operands: Operands,
     state: np.ndarray | None,
     kept: list[np.ndarray],
 ) -> Array:
     """The job, but for what _draw() fills in."""
-    prepared = _prepare(plan)
     arrays = (operands.q, operands.k, operands.v, operands.out, operands.mask, operands.bias)
-    layouts = [field for array in arrays for field in layout(array, kept)]
-    if operands.starts is not None:
-        _forget_batches(layouts)
     return pack(
         (
             *prepared.sizes,
@@ -212,7 +208,7 @@ def _job(
             *_state_fields(operands, state),
             0,
             *extras(problem, operands, kept),
-            *layouts,
+            *layouts(arrays, operands.starts is not None, kept),
         )
     )
 
@@ -243,7 +239,7 @@ class Repeat:
         """shape: of the result, as many elements as operands.out."""
         self._plan, self._prepared = plan, _prepare(plan)
         self._shape, self._dtype = shape, operands.out.dtype
-        self._job = _job(plan, plan.problem, operands, None, [])
+        self._job = _job(self._prepared, plan.problem, operands, None, [])
 
     def run(self, arrays: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray | None:
         """Return the result for q, k and v; None if one is not aligned, which its layout does not
@@ -279,13 +275,6 @@ def score_fields(problem: Problem, operands: Operands) -> tuple[int, int]:
     changes = problem.softcap > 0 or operands.alibi is not None
     changes = changes or problem.variant.score_mod is not None
     return int(kind > 0 or changes), kind
-
-
-def _forget_batches(layouts: list[int]) -> None:
-    """Packed operands have one batch entry, in which `starts` says where each begins."""
-    for operand in range(4):
-        for part in ("_table", "_batch"):
-            layouts[operand * len(PARTS) + PARTS.index(part)] = 0
 
 
 def _state_fields(operands: Operands, state: np.ndarray | None) -> tuple[int, int, int]:

@@ -13,11 +13,9 @@ import numpy as np
 from ..machine import VectorUnit
 from ..problem import Gradients, Operands, Plan, Problem, Variant
 from . import compile
-from .job import ITEM_SIZE, pack_gradients
-from .layout import address, layout
-from .run import LINE, Share, extras, lanes_of, score_fields, sizes_of
-
-FLOP_PER_CALL = 500_000_000  # see run.py
+from .job import ITEM_SIZE, LINE, pack_gradients
+from .layout import address, layouts
+from .run import FLOP_PER_CALL, Share, extras, lanes_of, score_fields, sizes_of
 
 
 def unavailable(variant: Variant) -> str:
@@ -137,18 +135,10 @@ def _fields(
     # lse and partial results are the forward pass's; the strides are those of row_lse.
     yield from (0, 0 if packed else heads * rows, rows, 0)
     yield from extras(problem, operands, kept)
-    yield from _layouts((*operands[:3], operands.out, operands.mask, operands.bias), packed, kept)
+    yield from layouts((*operands[:3], operands.out, operands.mask, operands.bias), packed, kept)
     yield from (abs(problem.scale), address(lse), address(dlse), call.dalibi, call.progress)
     yield from (prepared.n_blocks, call.heads_per_item, call.together, *prepared.strides)
-    yield from _layouts((gradients.dout, *gradients[2:6]), packed, kept)
-
-
-def _layouts(arrays: tuple[np.ndarray | None, ...], packed: bool, kept: list[Any]) -> Iterator[int]:
-    """The fields of operands; arrays that must live go to `kept`."""
-    for array in arrays:
-        place, table, batch, *rest = layout(array, kept)
-        # Packed operands have one batch entry, in which `starts` says where each begins.
-        yield from (place, 0, 0, *rest) if packed else (place, table, batch, *rest)
+    yield from layouts((gradients.dout, *gradients[2:6]), packed, kept)
 
 
 def _sharing(gradients: Gradients, plan: Plan) -> tuple[bool, int]:
