@@ -13,6 +13,7 @@ from . import dropout, repeat
 from .arguments import dropout_of
 from .arrays import integers, same_arrays
 from .check import check, check_backend, check_packed
+from .kinds import like, numpy_view
 from .plan import plan
 from .problem import Operands, Plan, Problem
 from .signatures import passing_keywords_to
@@ -48,7 +49,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     return_lse: bool = False,
-    out: np.ndarray | None = None,
+    out: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Return softmax(scale * q @ k.T + bias) @ v without storing the score matrix.
@@ -57,6 +58,7 @@ def attention(
     ----------
     q : (..., heads_q, seqlen_q, head_dim) float16, bfloat16, float32 or float64
         Rank 2 and up; (seqlen_q, head_dim) is one head. Any strides and byte order; never written.
+        Of NumPy, or of a library that shows its arrays to NumPy: that of q returns the results.
     k, v : (..., heads_kv, seqlen_k, head_dim) and (..., heads_kv, seqlen_k, head_dim_v), dtype of q
         heads_kv must divide heads_q; query head h reads key head h // (heads_q // heads_kv).
         Axes before the heads broadcast, as do missing ones: they are the batch.
@@ -98,7 +100,8 @@ def attention(
     dropout_seed : int from 0 to 2**63 - 1. Default: from the operating system, anew in every call.
         dropout_mask() shows what a seed keeps.
     return_lse : bool
-    out : array of the shape and dtype of the result, written in place; may not overlap an input.
+    out : array or torch tensor of the shape and dtype of the result, written in place; may not
+        overlap an input.
     backend : "auto", "numpy" or "cpu". Only "auto" falls back; explain() says to what, and why.
 
     Returns
@@ -125,6 +128,9 @@ def attention(
     ----------
     Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 1.
     """
+    given = q
+    if type(q) is not np.ndarray:
+        q, k, v = numpy_view("q", q), numpy_view("k", k), numpy_view("v", v)
     arrays: Any = (q, k, v)
     key = None
     no_arrays = bias is mask is alibi is sinks is q_len is kv_len is kv_start is out is None
@@ -136,7 +142,7 @@ def attention(
         known = repeat.find(key)
         result = None if known is None else known.run(arrays)
         if result is not None:
-            return result
+            return result if given is q else like(given, result)
     check_backend(backend)
     problem, operands = check(
         q,
@@ -170,6 +176,8 @@ def attention(
         result, lse = result[0], None if lse is None else lse[0]
     if key is not None and chosen is not None:
         repeat.keep(key, arrays, chosen, operands, result.shape)
+    if given is not q:
+        result, lse = like(given, result), like(given, lse)
     if out is not None:
         result = out
     return (result, lse) if return_lse else result
@@ -199,7 +207,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     return_lse: bool = False,
-    out: np.ndarray | None = None,
+    out: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Return attention() of each member of a batch whose tokens are packed one after another.
@@ -250,8 +258,8 @@ def attention_varlen(
         out=out,
     )
     run(problem, operands, backend)
-    result = operands.out[0].swapaxes(0, 1) if out is None else out
-    return result if operands.lse is None else (result, operands.lse[0])
+    result = like(q, operands.out[0].swapaxes(0, 1)) if out is None else out
+    return result if operands.lse is None else (result, like(q, operands.lse[0]))
 
 
 @passing_keywords_to(attention)
@@ -269,7 +277,7 @@ def explain(
 
 def merge(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Any, Any]:
     """Return (out, lse) over two disjoint sets of keys, from the results over each.
 
     Parameters
@@ -304,7 +312,7 @@ def merge(
             weight = np.exp(part_lse - lse)
             # -inf - -inf is NaN, and an empty part may hold anything.
             out += np.where((part_lse == -np.inf)[..., None], 0, part * weight[..., None])
-    return out.astype(outs[0].dtype), lse
+    return like(out_a, out.astype(outs[0].dtype)), like(out_a, lse)
 
 
 def dropout_mask(

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import integers, plain
+from .arrays import integers
+from .kinds import numpy_view
 
 LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": float(np.finfo(np.float64).max)}
 SMALLEST = {
@@ -43,7 +44,7 @@ def real(name: str, value: Any) -> float:
         except OverflowError:
             return inf
     try:
-        array = np.asarray(value)  # an array without axes, or another library's scalar
+        array = numpy_view(name, value)  # without axes, or another library's scalar
         if not array.ndim and array.dtype.kind in "iuf":
             return float(array)
     except ValueError:  # lists of unequal length
@@ -203,7 +204,7 @@ def lengths_of(
 
 def _is_one(align: Any) -> bool:
     """Whether one align serves the whole batch."""
-    return isinstance(align, (str, int)) or plain("align", align).ndim == 0
+    return isinstance(align, (str, int)) or numpy_view("align", align).ndim == 0
 
 
 def packed_lengths_of(

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .kinds import is_tensor, numpy_view
+
 FLOATS = {"e": "float16", "f": "float32", "d": "float64"}  # dtype.name itself costs a microsecond
 FLOAT_RULE = "float16, bfloat16, float32 or float64"
 
@@ -46,7 +48,7 @@ def operands_of(names: Names, *arrays: Any) -> list[np.ndarray]:
 
 
 def _operand(name: str, a: Any) -> np.ndarray:
-    a = plain(name, a)
+    a = numpy_view(name, a)
     if not float_name(a.dtype):
         raise TypeError(f"{name} must be {FLOAT_RULE}, got {a.dtype}")
     if a.ndim < 2:
@@ -54,26 +56,11 @@ def _operand(name: str, a: Any) -> np.ndarray:
     return canonical(a)
 
 
-def plain(name: str, a: Any) -> np.ndarray:
-    """Return any array-like as a plain array; a masked array's mask would be lost, so refuse it."""
-    if type(a) is np.ndarray:
-        return a
-    if isinstance(a, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} must be a plain array, got a masked array. Pass its .data, and mask=~its mask "
-            "broadcast to the scores (mask is True where a query may attend)."
-        )
-    try:
-        return np.asarray(a)
-    except ValueError as error:  # lists of unequal length
-        raise ValueError(f"{name} must be an array, got {type(a).__name__}: {error}") from None
-
-
 def integers(name: str, rule: str, a: Any) -> np.ndarray:
     """Return an int or an array-like of ints as an array: of Python's ints, dtype object, where one
     is too large for any other, as it is for the caller's bounds.
     """
-    array = plain(name, a)
+    array = numpy_view(name, a)
     if type(a) is not np.ndarray:
         if not array.size:
             array = array.astype(np.int64)  # of an empty list, NumPy makes floats
@@ -86,7 +73,7 @@ def integers(name: str, rule: str, a: Any) -> np.ndarray:
 
 def same_arrays(names: tuple[str, ...], values: tuple[Any, ...]) -> list[np.ndarray]:
     """Return plain float arrays, all of one shape and dtype."""
-    arrays = [plain(name, a) for name, a in zip(names, values, strict=True)]
+    arrays = [numpy_view(name, a) for name, a in zip(names, values, strict=True)]
     for name, a in zip(names, arrays, strict=True):
         if not float_name(a.dtype):
             raise TypeError(f"{name} must be {FLOAT_RULE}, got {a.dtype}")
@@ -146,7 +133,7 @@ def check_sizes(names: Names, q: tuple[int, ...], k: tuple[int, ...], v: tuple[i
 
 def mask_of(names: Names, mask: Any) -> np.ndarray:
     """Return a bool array."""
-    mask = plain(names.mask, mask)
+    mask = numpy_view(names.mask, mask)
     if mask.dtype.char != "?":
         raise TypeError(
             f"{names.mask} must be bool, got {mask.dtype}. "
@@ -157,7 +144,7 @@ def mask_of(names: Names, mask: Any) -> np.ndarray:
 
 def bias_of(names: Names, bias: Any) -> np.ndarray:
     """Return a canonical float array."""
-    bias = plain(names.bias, bias)
+    bias = numpy_view(names.bias, bias)
     if not float_name(bias.dtype):
         rule = f"{names.bias} must be {FLOAT_RULE}, got {bias.dtype}"
         hint = f". Pass a bool array as {names.mask}." if bias.dtype.char == "?" else ""
@@ -202,7 +189,7 @@ def sinks_of(sinks: Any, heads_q: int, dtype: str) -> np.ndarray:
 
 
 def _per_head(name: str, a: Any, dtype: str) -> np.ndarray:
-    a = plain(name, a)
+    a = numpy_view(name, a)
     if not float_name(a.dtype):
         raise TypeError(f"{name} must be {FLOAT_RULE}, got {a.dtype}")
     with np.errstate(over="ignore"):
@@ -220,8 +207,10 @@ def _per_head(name: str, a: Any, dtype: str) -> np.ndarray:
 def result_of(out: Any, shape: tuple[int, ...], dtype: np.dtype, has_heads: bool) -> np.ndarray:
     """Return a view of the caller's `out` in `shape`."""
     given = shape if has_heads else shape[1:]
-    if type(out) is not np.ndarray:
-        raise TypeError(f"out must be a plain NumPy array, got {type(out).__name__}")
+    if type(out) is not np.ndarray and not is_tensor(out):
+        rule = "out must be a plain NumPy array or a tensor of torch"
+        raise TypeError(f"{rule}, got {type(out).__name__}")
+    out = numpy_view("out", out)
     if out.dtype != dtype:
         raise TypeError(f"out must be {dtype}, got {out.dtype}")
     if out.shape != given:

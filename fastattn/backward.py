@@ -17,6 +17,7 @@ from .check_backward import (
     check_packed_backward,
     sum_to,
 )
+from .kinds import like, numpy_view
 from .plan import plan_backward
 from .problem import Gradients, Operands, Plan, Problem
 from .signatures import passing_keywords_to
@@ -44,7 +45,7 @@ def attention_backward(
     return_dalibi: bool = False,
     backend: str = "auto",
     **arguments: Any,
-) -> tuple[np.ndarray, ...]:
+) -> tuple[Any, ...]:
     """Return the gradients of a loss by q, k and v, from that by the result of attention().
 
     Parameters
@@ -67,6 +68,7 @@ def attention_backward(
     Returns
     -------
     dq, dk, dv : shapes and dtype of q, k and v; summed over axes along which one was broadcast
+        As all results, of the library of q.
         A pair of a row and a key that it does not see adds nothing, whatever they hold: the
         gradient is 0 for rows that see no key and for keys that no row sees. If a row of q or dout
         holds NaN or infinity, so that there is no gradient, it is NaN for all that this row sees.
@@ -104,7 +106,7 @@ def attention_backward(
     run(problem, operands, gradients, backend)
     pairs = zip((gradients.dq, gradients.dk, gradients.dv), (q, k, v), strict=True)
     main = (_finished(a, np.shape(of), operands.q.dtype) for a, of in pairs)
-    return *main, *_others(gradients, operands, wanted, arguments)
+    return tuple(like(q, a) for a in (*main, *_others(gradients, operands, wanted, arguments)))
 
 
 @passing_keywords_to(attention_varlen, *FOREIGN)
@@ -124,7 +126,7 @@ def attention_varlen_backward(
     return_dalibi: bool = False,
     backend: str = "auto",
     **arguments: Any,
-) -> tuple[np.ndarray, ...]:
+) -> tuple[Any, ...]:
     """Return the gradients of a loss by q, k and v, from that by attention_varlen()'s result.
 
     Parameters
@@ -162,7 +164,7 @@ def attention_varlen_backward(
     run(problem, operands, gradients, backend)
     main = (a[0].swapaxes(0, 1) for a in (gradients.dq, gradients.dk, gradients.dv))
     finished = (np.ascontiguousarray(a, operands.q.dtype) for a in main)
-    return *finished, *_others(gradients, operands, wanted, arguments)
+    return tuple(like(q, a) for a in (*finished, *_others(gradients, operands, wanted, arguments)))
 
 
 def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str) -> None:
@@ -201,7 +203,7 @@ def _others(
     """Return the gradients on demand in the shapes and dtypes of the caller's arrays."""
     found = []
     for name in wanted:
-        given = np.asarray(arguments[name[1:]])
+        given = numpy_view(name[1:], arguments[name[1:]])
         a = getattr(gradients, name)
         if name == "dbias":
             a = bias_gradient(a, given.shape)

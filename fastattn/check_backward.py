@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from .arrays import canonical, float_name, plain
+from .arrays import canonical, float_name
 from .check import check, check_packed
+from .kinds import numpy_view
 from .problem import Gradients, Operands, Problem
 
 RETURNS = ("dbias", "dsinks", "dalibi")  # on demand, in this order
@@ -94,7 +95,7 @@ def _results(
         if value is None and name == "dlse":
             found.append(None)
             continue
-        a = plain(name, value)
+        a = numpy_view(name, value)
         if float_name(a.dtype) != kind:
             raise TypeError(f"{name} must be {kind}, got {a.dtype}")
         if a.shape != wanted:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from .kinds import numpy_view
+
 NUMPY: dict[str, Callable] = {
     "abs": np.abs,
     "add": np.add,
@@ -132,9 +134,9 @@ def aux_types(arrays: Sequence[np.ndarray]) -> AuxTypes:
 
 
 def _aux_array(value: Any, slot: int) -> np.ndarray:
-    if not isinstance(value, (np.ndarray, numbers.Real, np.generic)):
+    if not isinstance(value, numbers.Real) and not hasattr(value, "__array__"):
         raise TypeError(f"aux[{slot}] must be an array or a number, got {type(value).__name__}")
-    array = np.asarray(value)
+    array = numpy_view(f"aux[{slot}]", value)
     name = AUX_NAMES.get(array.dtype) or AUX_CONVERSIONS.get(array.dtype.name, array.dtype.name)
     if name not in AUX_DTYPES:
         raise TypeError(

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import repeat
 from .api import run
-from .arrays import Names, plain
+from .arrays import Names
 from .check import check
+from .kinds import like, numpy_view
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -26,7 +28,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> np.ndarray:
+) -> Any:
     """Return what torch.nn.functional.scaled_dot_product_attention returns, for NumPy arrays.
 
     Parameters
@@ -46,7 +48,7 @@ def scaled_dot_product_attention(
 
     Returns
     -------
-    out : (..., heads_q, seqlen_q, head_dim_v), dtype of query, C-contiguous
+    out : (..., heads_q, seqlen_q, head_dim_v), dtype and library of query, C-contiguous
 
     Raises
     ------
@@ -57,14 +59,18 @@ def scaled_dot_product_attention(
     -----
     NaN and infinity in a masked key do not reach the result, which in PyTorch they do.
     """
-    query, key, value = map(plain, TORCH_NAMES[:3], (query, key, value))
-    mask, bias = _mask_or_bias(attn_mask, is_causal, query)
-    if not enable_gqa:
-        query, key, value = _broadcast_heads(query, key, value)
+    given = query
+    arrays: Any = tuple(map(numpy_view, TORCH_NAMES[:3], (query, key, value)))
+    call = None
+    if attn_mask is None and type(dropout_p) is float and dropout_p == 0:
+        call = repeat.key_of(arrays, (scale, is_causal, enable_gqa), ())
+        known = repeat.find(call)
+        result = None if known is None else known.run(arrays)
+        if result is not None:
+            return like(given, result)
+    mask, bias = _mask_or_bias(attn_mask, is_causal, arrays[0])
     problem, operands = check(
-        query,
-        key,
-        value,
+        *(arrays if enable_gqa else _broadcast_heads(*arrays)),
         scale=scale,
         causal=is_causal,
         align="top_left",
@@ -73,9 +79,12 @@ def scaled_dot_product_attention(
         dropout_p=dropout_p,
         names=TORCH_NAMES,
     )
-    run(problem, operands, "auto")
-    is_one_head = query.ndim == key.ndim == value.ndim == 2
-    return operands.out[0] if is_one_head else operands.out
+    chosen = run(problem, operands, "auto")
+    is_one_head = all(a.ndim == 2 for a in arrays)
+    result = operands.out[0] if is_one_head else operands.out
+    if call is not None and chosen is not None:
+        repeat.keep(call, arrays, chosen, operands, result.shape)
+    return like(given, result)
 
 
 # --- PyTorch's rules ----------------------------------------------------------------------------
@@ -89,7 +98,7 @@ def _mask_or_bias(
         return None, None
     if is_causal:
         raise ValueError("attn_mask must be None if is_causal is True, got both")
-    attn_mask = plain(TORCH_NAMES.mask, attn_mask)
+    attn_mask = numpy_view(TORCH_NAMES.mask, attn_mask)
     if attn_mask.dtype.char == "?":
         return attn_mask, None
     if attn_mask.dtype.char not in ("f", query.dtype.char):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .api import attention
-from .arrays import integers, plain
+from .arrays import integers
 from .check import check
+from .kinds import like, numpy_view
 from .problem import Operands, Problem
 from .signatures import passing_keywords_to
 
@@ -23,7 +24,7 @@ FOREIGN = ("return_lse", "out", "dropout_p", "dropout_seed", "backend")
 @passing_keywords_to(attention, *FOREIGN)
 def attention_weights(
     q: ArrayLike, k: ArrayLike, *, rows: Any = slice(None), **arguments: Any
-) -> np.ndarray:
+) -> Any:
     """Return the probabilities of chosen query rows, softmax(scale * q[rows] @ k.T + bias).
 
     Parameters
@@ -65,7 +66,7 @@ def attention_weights(
 @passing_keywords_to(attention, *FOREIGN)
 def attention_key_sums(
     q: ArrayLike, k: ArrayLike, *, rows: Any = slice(None), **arguments: Any
-) -> np.ndarray:
+) -> Any:
     """Return attention_weights() summed over the rows: what each key gets from all of them.
 
     Parameters are those of attention_weights().
@@ -89,11 +90,11 @@ def attention_key_sums(
     result = _empty(problem, operands, 1)
     for start in range(0, len(i), BLOCK_M):
         visit(problem, operands, i[start : start + BLOCK_M], result, write)
-    return _in_rank_of(q, k, result)[..., 0, :]
+    return _in_rank_of(q, k, result[..., 0, :])
 
 
 def _checked(q: Any, k: Any, arguments: dict[str, Any]) -> tuple[Problem, Operands]:
-    k = plain("k", k)
+    k = numpy_view("k", k)
     return check(q, k, k[..., :0] if k.ndim else k, **arguments, fold=False)
 
 
@@ -115,5 +116,5 @@ def _empty(problem: Problem, operands: Operands, num_rows: int) -> np.ndarray:
     return np.zeros((*lead, problem.heads_q, num_rows, seqlen_k), problem.variant.dtype)
 
 
-def _in_rank_of(q: Any, k: Any, result: np.ndarray) -> np.ndarray:
-    return result[0] if np.ndim(q) == np.ndim(k) == 2 else result
+def _in_rank_of(q: Any, k: Any, result: np.ndarray) -> Any:
+    return like(q, result[0] if np.ndim(q) == np.ndim(k) == 2 else result)

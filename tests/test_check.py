@@ -236,8 +236,8 @@ RULES = [
     ),
     ({"bias": ones(7, 5, dtype=complex)}, TypeError, f"bias must be {FLOAT}, g"),
     # out
-    ({"out": [[0.0]]}, TypeError, "out must be a plain NumPy array, got list"),
-    ({"out": masked(2, 4, 7, 6)}, TypeError, "out must be a plain NumPy array, got MaskedArray"),
+    ({"out": [[0.0]]}, TypeError, "out must be a plain NumPy array or a tensor"),
+    ({"out": masked(2, 4, 7, 6)}, TypeError, "out must be a plain NumPy array or a tensor"),
     ({"out": ones(2, 4, 7, 6, dtype=float)}, TypeError, "out must be float32, got float64"),
     ({"out": ones(2, 4, 7, 6, dtype=">f4")}, TypeError, "out must be float32, got >f4"),
     ({"out": ones(2, 4, 7, 8)}, ValueError, "out must have shape (2, 4, 7, 6), got (2, 4, 7, 8)"),

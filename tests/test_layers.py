@@ -59,6 +59,7 @@ LAYERS = [
     "cpu.cache cpu.image",
     "cpu cpu.job cpu.elementwise_job dropout machine problem signatures normal",
     "modifier",
+    "kinds",
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
 
