@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fastattn
+from fastattn.verifying.case import LAYOUTS, laid_out
 
 # The backend fixture is the same for every example, so sharing it is safe.
 FUZZ = settings(
@@ -25,7 +26,6 @@ FUZZ = settings(
 SIZES = st.one_of(st.integers(1, 9), st.integers(10, 70), st.sampled_from([127, 129, 257, 300]))
 HEAD_DIMS = st.one_of(st.integers(1, 20), st.sampled_from([24, 31, 32, 33, 64, 65, 80, 130]))
 AXES = ["", "", "k", "q1", "qk", "h1k", "hqk", "b11k", "bhqk"]
-LAYOUTS = ["plain", "heads last", "transposed", "reversed", "strided", "swapped"]
 
 
 LENGTHS = ["q_len", "kv_len", "kv_start", "align"]
@@ -73,22 +73,6 @@ def with_features(draw, case):
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
         bias_dtype=draw(st.sampled_from(["", *DTYPES])),
     )
-
-
-def laid_out(a, layout):
-    """Return `a` with other strides or bytes; the values are the same."""
-    match layout:
-        case "heads last":
-            return np.ascontiguousarray(a.swapaxes(-3, -2)).swapaxes(-3, -2)
-        case "transposed":
-            return np.ascontiguousarray(a.swapaxes(-1, -2)).swapaxes(-1, -2)
-        case "reversed":
-            return np.ascontiguousarray(a[..., ::-1, ::-1])[..., ::-1, ::-1]
-        case "strided":
-            return np.repeat(a, 2, axis=-1)[..., 1::2]
-        case "swapped" if a.dtype.kind == "f":  # others have one byte order
-            return a.astype(a.dtype.newbyteorder())
-    return a
 
 
 def assert_agrees_with_the_oracle(backend, case, layouts, seed):

@@ -1,4 +1,4 @@
-"""python -m fastattn info | bench | warmup: each a module with HELP, add_options() and run()."""
+"""python -m fastattn COMMAND: each a module with HELP, add_options() and run()."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import bench, info, warmup
+from ..verifying.oracle import WrongAnswer
+from . import bench, info, verify, warmup
 
-COMMANDS = {"info": info, "bench": bench, "warmup": warmup}
+COMMANDS = {"info": info, "bench": bench, "verify": verify, "warmup": warmup}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         options.run(options)
-    except (ImportError, ValueError, OSError) as error:  # what the user can put right
+    except (ImportError, ValueError, OSError, WrongAnswer) as error:  # what the user can know
         print(f"fastattn: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WIDTH = 110  # of tables that go to a file or a pipe
+LINE_EVERY = 60.0  # seconds
 
 
 def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -61,3 +64,30 @@ def each(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
             progress.update(task, description=describe(item))
             yield item
             progress.advance(task)
+
+
+@contextmanager
+def meter() -> Iterator[Callable[[float, str], None]]:
+    """show(share done, text): a progress bar on stderr; without rich, a line a minute."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield _lines()
+        return
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda done, text: progress.update(task, completed=done, description=text)
+
+
+def _lines() -> Callable[[float, str], None]:
+    last = time.monotonic()
+
+    def show(done: float, text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > LINE_EVERY:
+            last = time.monotonic()
+            print(f"{100 * done:.0f} %: {text}", file=sys.stderr)
+
+    return show

@@ -1,0 +1,1 @@
+"""What fastattn is held against, by its tests and by `python -m fastattn verify`."""
