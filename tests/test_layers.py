@@ -52,7 +52,7 @@ LAYERS = [
     "cpu.decode cpu.backward",
     "cpu.forward",
     "cpu.overflow",
-    "cpu.products cpu.masking cpu.rows cpu.elementwise_kernels",
+    "cpu.products cpu.masking cpu.rows cpu.ahead cpu.elementwise_kernels",
     "cpu.gradient_rows cpu.gradient_scores",
     "cpu.softmax cpu.microkernel cpu.modifiers",
     "cpu.random cpu.fields",

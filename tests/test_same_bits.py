@@ -123,7 +123,7 @@ def test_grouped_heads_equal_repeated_ones(case, backend):
 def test_bool_mask_equals_minus_infinity(case, backend):
     """Bit for bit where both add a bias, on every backend: a hidden key is a hidden key."""
     mask = np.random.default_rng(1).random(case.shape("hqk")) < 0.6
-    zero = np.zeros((), case.dtype)
+    zero = np.zeros((), case.arrays()[0].dtype)
     flags = {"causal": case.causal, "window": case.window}
     by_mask = attend(backend, *case.arrays(), mask=mask, bias=zero, **flags)
     by_bias = attend(backend, *case.arrays(), bias=np.where(mask, zero, -np.inf), **flags)
@@ -131,6 +131,18 @@ def test_bool_mask_equals_minus_infinity(case, backend):
     for a, b, c in zip(by_mask, by_bias, plain, strict=True):
         np.testing.assert_array_equal(a, b)
         np.testing.assert_allclose(a, c, rtol=0, atol=tolerance(case))
+
+
+def test_hiding_keys_by_a_bias_leaves_the_bits_of_the_others():
+    """Rows of bias without infinities go another way than those with."""
+    rng = np.random.default_rng(8)
+    q, k, v = (rng.standard_normal((2, n, 40), np.float32) for n in (60, 301, 301))
+    bias = rng.standard_normal((2, 60, 301), np.float32)
+    mask = rng.random(bias.shape) < 0.7
+    by_mask = fastattn.attention(q, k, v, bias=bias, mask=mask)
+    hidden = np.where(mask, bias, np.float32(-np.inf))
+    by_bias = fastattn.attention(q, k, v, bias=hidden)
+    assert_same("auto", None, [by_bias], [by_mask])
 
 
 @given(

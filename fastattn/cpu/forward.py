@@ -20,6 +20,7 @@ import numpy as np
 from ..machine import VectorUnit
 from ..problem import Variant
 from . import products, rows
+from .ahead import ask_for_output, ask_for_scores
 from .fields import (
     BATCH,
     COUNT,
@@ -55,12 +56,13 @@ def softmax_block(variant: Variant, unit: VectorUnit):
     v, rs_v, panel_n  the values: packed (panel_n rows a panel) or a few rows' as they lie (0)
     first             key of the block that v starts with
     exclude           values that are not finite may belong to keys that a row does not see
+    final             the rows see no later block
     """
     dtype = variant.dtype
     lanes = unit.lanes(ITEMSIZE[dtype])
     update, drop = row_update(dtype, lanes), drop_row(dtype, lanes)
     add_output, add_few = products.output_block(dtype, unit), products.few_outputs(dtype, unit)
-    add_carefully = products.careful_product(dtype, unit)
+    add_carefully, ask_output = products.careful_product(dtype, unit), ask_for_output(variant)
     scalar = getattr(np, dtype)
 
     @jit
@@ -93,15 +95,21 @@ def softmax_block(variant: Variant, unit: VectorUnit):
         row_max,
         row_sum,
         exclude,
+        final,
     ):
         s_stride, acc_stride = field(job, "s_stride"), field(job, "acc_stride")
         # Scores that are more than scaled products have been scaled already.
         scaled = field(job, "changes_scores") != 0
         scale = scalar(1) if scaled else scalar(field(job, "scale_log2"))
         padded = (stop + lanes - 1) // lanes * lanes
+        has_scores = field(job, "mask") != 0 or field(job, "bias") != 0
         for m in range(count):
             state, total = at(row_max, m), at(row_sum, m)
             scores, out = at(s, m * s_stride), at(acc, m * acc_stride)
+            if has_scores:
+                ask_for_scores(job, item, row + m + field(job, "mc"), n_start, start, stop)
+            if final:
+                ask_output(job, item, row + m)
             update(scores, start, padded, scale, out, acc_stride, state, total, exclude)
         if field(job, "dropout_keys") != 0:
             drop_rows(job, item, row, count, n_start, s, start, padded)
@@ -144,8 +152,10 @@ def key_block(variant: Variant, unit: VectorUnit):
         acc_stride, block_n = field(job, "acc_stride"), field(job, "block_n")
         group, row, count = field(job, "group"), item[ROW], item[COUNT]
         spare = at(s, mc * s_stride)
-        # Whether a key may be hidden anywhere, and not only at the edges of the window.
-        hides = field(job, "mask") != 0 or field(job, "bias") != 0 or has_score_mod
+        # Whether a key may be hidden anywhere, and not only at the edges of the window: by a mask,
+        # or by a score of -inf.
+        masks = field(job, "mask") != 0
+        hides = masks or field(job, "bias") != 0 or has_score_mod
         blocks = field(job, "block_mask") != 0
         # Keys that some row sees, and whether all rows see all of them.
         width = min(item[KEYS] - n_start, block_n)
@@ -176,6 +186,7 @@ def key_block(variant: Variant, unit: VectorUnit):
         # Packing pays if enough rows use it. Values are also packed where some may be excluded, and
         # where they have to be converted.
         few = count <= few_rows
+        final = first + beyond <= block_n and not few
         keys_lie = few and k_col == 1
         values_lie = few and v_col == 1 and acc_stride == head_dim_v and shared
         values_lie = values_lie and as_stored and not hides and not has_mask_mod
@@ -214,10 +225,11 @@ def key_block(variant: Variant, unit: VectorUnit):
             full_stop = min(high_key(job, top, item[KEYS]) - n_start, padded)
             full_start = min((full_start + lanes - 1) // lanes * lanes, padded)
             full_stop = max(full_stop // lanes * lanes, full_start)
-            if hides or modify:
+            if masks or modify:
                 full_start = full_stop = padded
             partial = full_start > start or full_stop < padded
-            if partial and unsafe != 0:
+            careful = unsafe != 0 and (partial or hides)
+            if careful:
                 mark_lost(
                     job,
                     item,
@@ -268,7 +280,8 @@ def key_block(variant: Variant, unit: VectorUnit):
                 at(acc, m * acc_stride),
                 at(row_max, m),
                 at(row_sum, m),
-                partial and unsafe != 0,
+                careful,
+                final,
             )
 
     return run
@@ -351,6 +364,9 @@ def work_item(variant: Variant, unit: VectorUnit):
         if num_splits > 1:
             start, stop = max(start, split * split_n), min(stop, (split + 1) * split_n)
         start = start // block_n * block_n
+        if field(job, "mask") != 0 or field(job, "bias") != 0:
+            for m in range(min(count, field(job, "mc"))):
+                ask_for_scores(job, item, row + m, start, 0, min(block_n, stop - start))
         end = min((start // split_n + 1) * split_n, stop)
         key_range(job, item, start, end, q_rows, acc, row_max, row_sum, panels, s)
         while end < stop:

@@ -23,8 +23,8 @@ from .fields import (
     low_key,
     next_row,
 )
-from .job import BIAS_KINDS, LINE, LN_2, LOG2_E
-from .memory import at, element_loader, pointer_to, prefetch
+from .job import BIAS_KINDS, LN_2, LOG2_E
+from .memory import at, element_loader, pointer_to
 from .modifiers import mask_mod, score_mod
 from .registers import jit
 from .simd import operations
@@ -111,13 +111,15 @@ def scores_row(dtype: str, lanes: int, modifier: Modifier | None):
     spare      one register of scratch
     """
     simd = operations(dtype, lanes)
-    load, store, where, tanh = simd.load, simd.store, simd.where, simd.tanh
+    store, where, tanh = simd.store, simd.where, simd.tanh
     vmax, vmin, iota, splat, fabs = simd.vmax, simd.vmin, simd.iota, simd.splat, simd.fabs
+    reduce_max, load = simd.reduce_max, simd.load
     read, element = bias_reader(dtype, lanes)
     scalar, limits = getattr(np, dtype), np.finfo(dtype)
     neg_inf, inf, log2_e = scalar(-np.inf), scalar(np.inf), scalar(LOG2_E)
     lowest, highest = scalar(limits.min), scalar(limits.max)
-    modified = modifier is not None
+    usual, own_kind, real = highest / scalar(2), BIAS_KINDS.index(dtype), pointer_to(dtype)
+    modified, plain = modifier is not None, modifier is None
     modify = score_mod(modifier, dtype, lanes) if modifier is not None else None
 
     @jit
@@ -125,6 +127,20 @@ def scores_row(dtype: str, lanes: int, modifier: Modifier | None):
         """x / ln 2. What is finite stays so: finfo.min * log2(e) is -inf. This order keeps NaN."""
         y = vmin(splat(highest), vmax(splat(lowest), x * log2_e))
         return where(fabs(x) == inf, x, y)
+
+    @jit
+    def add_usual_bias(s, start, stop, bias, scale):
+        """Scale products and add a row of bias, if none is infinite, nor will be in base 2. Return
+        the column to go on with. To the bit what the general way gives: 0.15 for 0.30 ns a score.
+        """
+        largest = splat(scalar(0))
+        for n in range(start, stop, lanes):
+            largest = vmax(fabs(load(bias, n)), largest)
+        if not reduce_max(largest) < usual:  # passes over NaN, which comes through all the same
+            return start
+        for n in range(start, stop, lanes):
+            store(s, n, load(s, n) * scale + load(bias, n) * log2_e)
+        return stop
 
     @jit
     def biased(x, n, width, bias, bias_at, col, kind, spare):
@@ -163,6 +179,9 @@ def scores_row(dtype: str, lanes: int, modifier: Modifier | None):
         softcap = min(softcap, highest * scalar(LN_2))  # it must be finite in base 2
         inverse = scalar(1) / softcap if softcap != scalar(0) else scalar(0)
         cap = softcap if modified else softcap * scalar(LOG2_E)
+        if kind == own_kind and col == 1 and softcap == scalar(0) and slope == scalar(0) and plain:
+            whole = start + (min(stop, width) - start) // lanes * lanes
+            start = add_usual_bias(s, start, whole, at(real(bias), bias_at), scale)
         for n in range(start, stop, lanes):
             x = load(s, n)
             if softcap != scalar(0):
@@ -291,7 +310,6 @@ def scores_block(variant: Variant, lanes: int):
         base = batch_offset(field(job, "bias_table"), field(job, "bias_batch"), item[BATCH])
         base += (n_start + item[FIRST_BIAS]) * col
         kind = field(job, "bias_kind")
-        itemsize = 8 if kind == 2 else 4 if kind == 1 else 2
         heads_q = group * field(job, "heads_kv")
         slope = scalar(0)
         i, r = row // group, row % group
@@ -304,13 +322,6 @@ def scores_block(variant: Variant, lanes: int):
                     max(slopes[item[BATCH] * heads_q + h] * scalar(LOG2_E), -largest), largest
                 )
             place = base + h * field(job, "bias_head") + i * field(job, "bias_row")
-            i_next, r_next = next_row(i, r, group)
-            if kind != 0:
-                # Rows of a bias are far apart: without this each would be waited for.
-                ahead = base + (item[HEAD] * group + r_next) * field(job, "bias_head")
-                ahead = (ahead + i_next * field(job, "bias_row") + start * col) * itemsize
-                for byte in range(0, (stop - start) * col * itemsize, LINE):
-                    prefetch(BYTES(field(job, "bias")), ahead + byte)
             apply(
                 at(s, m * s_stride),
                 start,
@@ -331,6 +342,6 @@ def scores_block(variant: Variant, lanes: int):
                 n_start + item[FIRST_BIAS] + field(job, "first_key"),
                 field(job, "score_aux"),
             )
-            i, r = i_next, r_next
+            i, r = next_row(i, r, group)
 
     return run

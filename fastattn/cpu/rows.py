@@ -11,9 +11,10 @@ import numpy as np
 
 from ..problem import Variant
 from .fields import BATCH, FIRST_QUERY, HEAD, batch_offset, field, next_row
-from .job import LOG2_E
-from .memory import at, element_loader, element_storer, pointer_to
-from .registers import jit
+from .job import LINE, LOG2_E
+from .memory import at, element_loader, element_storer, pointer_to, prefetch
+from .microkernel import ROWS_AHEAD
+from .registers import ITEMSIZE, jit
 from .simd import operations
 
 
@@ -27,6 +28,7 @@ def pack_q(variant: Variant, lanes: int):
     simd = operations(dtype, lanes)
     load, store, element = simd.loader(storage), simd.store, element_loader(storage, dtype)
     scalar, stored = getattr(np, dtype), pointer_to(storage)
+    line = LINE // ITEMSIZE[storage]
 
     @jit
     def run(job, item, row, count, q_rows):
@@ -36,11 +38,14 @@ def pack_q(variant: Variant, lanes: int):
         base += item[FIRST_QUERY] * field(job, "q_row")
         col = field(job, "q_col")
         whole = head_dim // lanes * lanes if col == 1 else 0
+        ahead = (ROWS_AHEAD + group - 1) // group * field(job, "q_row")
         i, r = row // group, row % group
         for m in range(count):
             h = item[HEAD] * group + r
             place = base + h * field(job, "q_head") + i * field(job, "q_row")
             q, to = at(stored(field(job, "q")), place), at(q_rows, m * head_dim)
+            for d in range(0, whole, line):
+                prefetch(q, ahead + d)
             for d in range(0, whole, lanes):
                 store(to, d, load(q, d) * sign)
             for d in range(whole, head_dim):
