@@ -12,7 +12,7 @@ from .sdpa import scaled_dot_product_attention
 from .weights import attention_key_sums, attention_weights
 
 if TYPE_CHECKING:
-    from . import mods, nn, plot, udl
+    from . import mods, nn, onnx, plot, udl
     from .block_mask import BlockMask, create_block_mask
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "mods",
     "nn",
     "num_threads",
+    "onnx",
     "plot",
     "scaled_dot_product_attention",
     "set_num_threads",
@@ -46,7 +47,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     # Imported on demand: most callers have no modifiers, and importlib.metadata costs as much to
     # import as half of this package.
-    if name in ("mods", "nn", "plot", "udl"):
+    if name in ("mods", "nn", "onnx", "plot", "udl"):
         return import_module(f".{name}", __name__)
     if name in ("BlockMask", "create_block_mask"):
         return getattr(import_module(".block_mask", __name__), name)
