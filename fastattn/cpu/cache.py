@@ -40,11 +40,11 @@ def entry_name(*parts: Hashable) -> str:
 
 def entry_path(folder: Path, key: Hashable, target: Hashable) -> Path:
     """Where a cache folder keeps the kernel of this key and target."""
-    versions = (_version("numba"), _version("llvmlite"), sys.implementation.cache_tag)
+    versions = (version("numba"), version("llvmlite"), sys.implementation.cache_tag)
     return folder / (entry_name(key, target, *versions) + ".obj")
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     from importlib import metadata  # here, as it costs 10 ms and prebuilt kernels need none
 
     try:

@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs: Numba translates them to PTX, the driver does the rest."""

@@ -1,0 +1,153 @@
+"""From a kernel to PTX, through Numba and NVVM, and a cache on disk: nothing here needs a GPU.
+
+Numba's own way of linking spills registers, sets no limit for large shared memory and costs several
+times a launch; its cache misses kernels that hold intrinsics. So it translates, and that is all:
+driver.py loads the text, which the driver's compiler turns into code, and launches it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..cpu import cache
+from .job import FLOATS, Job
+
+INSTALL = "pip install 'fastattn[cuda]'"
+# Compute capability: the oldest version of PTX that knows it. NVVM stamps its own, newer one, which
+# a driver of the same age as the GPU would refuse; the text uses nothing of it.
+PTX_VERSIONS = {
+    (7, 5): "6.3",
+    (8, 0): "7.0",
+    (8, 6): "7.1",
+    (8, 7): "7.4",
+    (8, 9): "7.8",
+    (9, 0): "7.8",
+    (10, 0): "8.6",
+    (10, 3): "8.8",
+    (12, 0): "8.7",
+    (12, 1): "8.8",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel as Numba gets it."""
+
+    function: Callable[..., None]  # of one parameter, a job.Job
+    threads: int  # of a block
+    min_blocks: int = 0  # blocks that a multiprocessor should hold, which limits registers; 0 = any
+    ptx_version: str = "6.3"  # the oldest that knows the instructions of its own
+    suffix: str = ""  # "a": instructions of one compute capability alone
+
+
+class Code(NamedTuple):
+    """What the driver loads."""
+
+    entry: str  # the kernel's name in the text
+    ptx: str
+
+
+_known: dict[Hashable, Code] = {}
+_lock = threading.RLock()
+
+
+def unavailable() -> str:
+    """Why kernels cannot be translated here, in one line; "" if they can."""
+    return _import_problem()
+
+
+def ptx_target(capability: tuple[int, int]) -> tuple[int, int] | None:
+    """The compute capability to translate for: the newest known one that the device runs."""
+    runs = [known for known in PTX_VERSIONS if known <= capability]
+    return max(runs) if runs else None
+
+
+def code(key: Hashable, build: Callable[[], Source], target: tuple[int, int]) -> Code:
+    """The PTX of a kernel: from this process, from the cache, or from build() through Numba.
+
+    key    names the kernel and every constant that build() closes over; its repr must be stable
+    build  called only if nothing is cached
+    target one of PTX_VERSIONS
+
+    Raises
+    ------
+    ImportError  it must be translated, and numba-cuda or NVVM is missing
+    """
+    place = (key, target)
+    found = _known.get(place)
+    if found is not None:
+        return found
+    with _lock:
+        if place not in _known:
+            _known[place] = _cached_or_translated(key, build, target)
+        return _known[place]
+
+
+def _cached_or_translated(
+    key: Hashable, build: Callable[[], Source], target: tuple[int, int]
+) -> Code:
+    where = ("cuda", target, cache.version("numba-cuda"))
+    entry = cache.find(key, where)
+    if entry is not None:
+        return Code(entry[0], entry[1].decode())
+    found = translate(build(), target)
+    cache.keep(key, where, found.entry, found.ptx.encode())
+    return found
+
+
+def translate(source: Source, target: tuple[int, int]) -> Code:
+    """The PTX of a kernel, made anew."""
+    problem = _import_problem()
+    if problem:
+        raise ImportError(problem)
+    from numba import cuda, types
+
+    fields = [types.float64 if name in FLOATS else types.int64 for name in Job._fields]
+    bounds = (source.threads, source.min_blocks) if source.min_blocks else source.threads
+    ptx, _ = cuda.compile(
+        source.function,
+        types.void(types.NamedTuple(fields, Job)),
+        cc=(*target, source.suffix) if source.suffix else target,
+        device=False,
+        abi="numba",
+        output="ptx",
+        launch_bounds=bounds,
+    )
+    return finished(ptx, target, source.ptx_version)
+
+
+def finished(ptx: str, target: tuple[int, int], ptx_version: str) -> Code:
+    """NVVM's text with the version that it needs, and its kernel's name."""
+    version = max((PTX_VERSIONS[target], ptx_version), key=_number)
+    ptx = re.sub(r"\.version \d+\.\d+", f".version {version}", ptx, count=1)
+    found = re.search(r"\.entry\s+(\w+)", ptx)
+    if found is None:
+        raise ValueError("ptx must hold a kernel, got none")
+    # Numba's names spell out all argument types: 10 kB of 90.
+    return Code("kernel", ptx.replace(found[1], "kernel"))
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+@functools.cache
+def _import_problem() -> str:
+    """Why Numba cannot make PTX, in one line; "" if it can."""
+    try:
+        importlib.import_module("numba_cuda")
+        cuda: Any = importlib.import_module("numba.cuda")
+        importlib.import_module("numba.cuda.cudadrv.nvvm").NVVM()
+        cuda.compile  # noqa: B018
+    except Exception as error:  # one that does not fit this Numba or Python raises many things
+        if isinstance(error, ModuleNotFoundError) and error.name in ("numba", "numba_cuda"):
+            return f"numba-cuda is not installed: {INSTALL}"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"numba-cuda cannot be used: {reason}. Try {INSTALL}"
+    return ""

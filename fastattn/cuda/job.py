@@ -1,0 +1,71 @@
+"""The arguments of every CUDA kernel: addresses, strides, sizes. Plain Python, so that launching a
+kernel whose code is known needs no Numba.
+
+A kernel takes them as one named tuple, which Numba flattens to one parameter of 8 bytes for each
+field: they arrive in the constant bank, where an instruction reads them at no cost, and a field
+that a kernel does not use costs nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import namedtuple
+
+# Each operand has an address (0 if absent), the address of `batch` int64 offsets for leading
+# dimensions that no single stride describes (0 where one does), and strides in elements, 0 where an
+# axis is broadcast. All addresses are of device memory.
+OPERANDS = ("q", "k", "v", "out", "lse", "mask", "bias")
+PARTS = ("", "_table", "_batch", "_head", "_row", "_col")
+FIELDS = (
+    "scale",  # float64: multiplies q·k, with its sign
+    "scale_log2",  # float64: |scale| / ln 2, as kernels work in base 2; 1 if scale is 0
+    "q_sign",  # float64: the sign of scale, -1, 0 or 1
+    "softcap",  # float64: in natural units, 0 if off
+    "dropout_factor",  # float64: 1 / (1 - dropout_p), or 0
+    "batch",
+    "heads_q",
+    "heads_kv",
+    "group",  # heads_q // heads_kv
+    "seqlen_q",  # with ranges: the longest
+    "seqlen_k",
+    "head_dim",
+    "head_dim_v",
+    "offset",
+    "left",  # UNLIMITED where there is no window on that side
+    "right",
+    "chunk",  # 0 = off
+    "dropout_threshold",  # numbers below it, of 2**32, drop
+    "m_blocks",  # blocks of query rows of one head: the grid has m_blocks * heads * batch * splits
+    "num_splits",  # 1, or as many parts of the keys, for few queries against many keys
+    "split_n",  # keys of one part: a multiple of the kernel's block_n
+    "changes_scores",  # 1 if softcap, bias, ALiBi or a score_mod applies
+    "bias_kind",  # how the bias is stored: its place in BIAS_KINDS
+    # address of (batch, heads_q, seqlen_q, num_splits, head_dim_v) float32, then of
+    # (batch, heads_q, seqlen_q, num_splits, 2): base-2 reference and sum; both 0 without splits
+    "partial",
+    "partial_state",
+    "alibi",  # address of (batch, heads_q) slopes, C-contiguous, or 0
+    "sinks",  # address of (heads_q,), or 0
+    "ranges",  # address of (batch, 4) int64: Operands.ranges, or 0
+    "starts",  # address of (batch, 2) int64: Operands.starts, or 0
+    "page_table",  # address of (batch, pages) int32, or 0: key j is row j % page_n of its page
+    "page_table_row",  # row stride of it
+    "page_n",  # keys of a page; k_batch and v_batch are then the strides of pages
+    "first_key",  # what modifiers add to a key index
+    "score_aux",  # address of the table of aux arrays of the score_mod
+    "mask_aux",  # and of the mask_mod
+    "block_mask",  # address of Operands.block_mask, or 0
+    "block_mask_batch",  # its strides
+    "block_mask_head",
+    "block_mask_row",
+    "block_mask_col",
+    "block_mask_m",  # queries and keys of one of its blocks
+    "block_mask_n",
+    "dropout_keys",  # address of (batch, heads_q) uint64: dropout.head_keys()
+    *(operand + part for operand in OPERANDS for part in PARTS),
+)
+FLOATS = ("scale", "scale_log2", "q_sign", "softcap", "dropout_factor")
+UNLIMITED = 1 << 40  # a window side of None: past any key
+BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
+Job = namedtuple("Job", FIELDS, defaults=(0,) * len(FIELDS))  # noqa: PYI024 (Numba needs its name)
+PACKER = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in FIELDS))

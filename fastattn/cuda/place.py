@@ -1,0 +1,156 @@
+"""What one block of threads of the SIMT kernels works on: rows, keys, and where they lie."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+
+from . import random
+from .scores import offset_of_entry
+from .tile import Tile
+
+# All int64. Rows of a block are numbered position by position, the heads of a group together, so
+# that they see nearly the same keys: row r is query r // group of head r % group of the group.
+BLOCK_FIELDS = (
+    "b",  # batch entry
+    "kv_head",
+    "split",  # part of the keys
+    "first_row",
+    "num_rows",  # of this batch entry, all blocks together; 0 = nothing to do
+    "offset",
+    "seqlen_k",
+    "n_start",  # keys to look at, counted from kv_start
+    "n_stop",
+    "kv_start",  # what mask and bias add to a key index
+    "first_key",  # what modifiers and block masks add to it
+    "q",  # elements from the operand's address to query 0 of head 0, or key 0 of kv_head
+    "k",
+    "v",
+    "out",
+    "lse",
+)
+Block = namedtuple("Block", BLOCK_FIELDS)  # noqa: PYI024 (Numba needs its names)
+Rows = namedtuple("Rows", ("i", "head", "q", "key"))  # noqa: PYI024 (arrays in shared memory)
+BLOCK_TYPE = types.NamedUniTuple(types.int64, len(BLOCK_FIELDS), Block)
+NO_ROW = -1
+
+
+def locate_block(tile: Tile, words: Any) -> Callable:
+    """Device function (job) -> Block of this block of threads."""
+    block_m = tile.block_m
+    member = member_of(words)
+    key_range = key_range_of(words)
+    start_of = offset_of_entry(words)
+
+    @words.device(BLOCK_TYPE)
+    def locate(job):
+        item = np.int64(cuda.blockIdx.x)
+        split = item % job.num_splits
+        item = item // job.num_splits
+        # The last rows first: under a causal mask they take longest.
+        first_row = (job.m_blocks - 1 - item % job.m_blocks) * block_m
+        item = item // job.m_blocks
+        kv_head = item % job.heads_kv
+        b = item // job.heads_kv
+        q_len, kv_start, kv_stop, offset, first_q, first_k = member(job, b)
+        seqlen_k = kv_stop - kv_start
+        num_rows = q_len * job.group
+        last_row = min(first_row + block_m, num_rows) - 1
+        n_start, n_stop = key_range(
+            job, first_row // job.group + offset, last_row // job.group + offset, seqlen_k
+        )
+        if job.num_splits > 1:
+            n_start = max(n_start, split * job.split_n)
+            n_stop = min(n_stop, (split + 1) * job.split_n)
+        if first_row >= num_rows:
+            num_rows = 0
+        k_row = first_k + kv_start
+        first_key = kv_start if job.ranges != 0 else job.first_key
+        return Block(
+            b,
+            kv_head,
+            split,
+            first_row,
+            num_rows,
+            offset,
+            seqlen_k,
+            n_start,
+            n_stop,
+            kv_start,
+            first_key,
+            start_of(job.q_table, job.q_batch, b) + first_q * job.q_row,
+            start_of(job.k_table, job.k_batch, b) + kv_head * job.k_head + k_row * job.k_row,
+            start_of(job.v_table, job.v_batch, b) + kv_head * job.v_head + k_row * job.v_row,
+            start_of(job.out_table, job.out_batch, b) + first_q * job.out_row,
+            start_of(job.lse_table, job.lse_batch, b) + first_q * job.lse_row,
+        )
+
+    return locate
+
+
+def member_of(words: Any) -> Callable:
+    """Device function (job, b) -> q_len, kv_start, kv_stop, offset, first rows in q and k."""
+    load = words.load("int64")
+
+    @words.device(types.UniTuple(types.int64, 6))
+    def member(job, b):
+        q_len, kv_start, kv_stop, offset = job.seqlen_q, np.int64(0), job.seqlen_k, job.offset
+        first_q = first_k = np.int64(0)
+        if job.ranges != 0:
+            q_len = load(job.ranges, 4 * b)
+            kv_start = load(job.ranges, 4 * b + 1)
+            kv_stop = load(job.ranges, 4 * b + 2)
+            offset = load(job.ranges, 4 * b + 3)
+        if job.starts != 0:
+            first_q = load(job.starts, 2 * b)
+            first_k = load(job.starts, 2 * b + 1)
+        return q_len, kv_start, kv_stop, offset, first_q, first_k
+
+    return member
+
+
+
+
+def key_range_of(words: Any) -> Callable:
+    """Device function (job, first, last, seqlen_k) -> keys (start, stop) that window and chunk let
+    positions first to last see.
+    """
+
+    @words.device(types.UniTuple(types.int64, 2))
+    def key_range(job, first, last, seqlen_k):
+        start = max(np.int64(0), first - job.left)
+        stop = min(seqlen_k, last + job.right + 1)
+        if job.chunk > 0:
+            # Rounded down, also below 0.
+            start = max(start, first // job.chunk * job.chunk)
+            stop = min(stop, (last // job.chunk + 1) * job.chunk)
+        return start, stop
+
+    return key_range
+
+
+def set_rows(tile: Tile, words: Any) -> Callable:
+    """Device function (job, block, rows): fill `rows` for the rows of the block; NO_ROW in rows.i
+    where there is none.
+    """
+    block_m = tile.block_m
+    load, chained = words.load("uint64"), random.chained(words)
+
+    @words.device(types.void)
+    def set_row(job, block, rows):
+        r = np.int64(cuda.threadIdx.x)
+        if r < block_m:
+            row = block.first_row + r
+            i = row // job.group
+            head = block.kv_head * job.group + row % job.group
+            rows.i[r] = i if row < block.num_rows else NO_ROW
+            rows.head[r] = head
+            rows.q[r] = block.q + head * job.q_head + i * job.q_row
+            if job.dropout_keys != 0:
+                rows.key[r] = chained(load(job.dropout_keys, block.b * job.heads_q + head), i)
+
+    return set_row
