@@ -13,9 +13,9 @@ from . import dropout, repeat
 from .arguments import dropout_of
 from .arrays import integers, same_arrays
 from .check import check, check_backend, check_packed
-from .kinds import like, numpy_view
+from .kinds import array_view, is_device_view, like
 from .plan import plan
-from .problem import Operands, Plan, Problem
+from .problem import Operands, Placement, Plan, Problem
 from .signatures import passing_keywords_to
 
 if TYPE_CHECKING:
@@ -102,7 +102,9 @@ def attention(
     return_lse : bool
     out : array or torch tensor of the shape and dtype of the result, written in place; may not
         overlap an input.
-    backend : "auto", "numpy" or "cpu". Only "auto" falls back; explain() says to what, and why.
+    backend : "auto", "numpy", "cpu" or "cuda". Only "auto" falls back; explain() says to what.
+        Arrays of a GPU stay there, on the caller's stream; those of the CPU are copied to it, and
+        the result back, only where "cuda" is asked for. See docs/cuda.md.
 
     Returns
     -------
@@ -130,13 +132,14 @@ def attention(
     """
     given = q
     if type(q) is not np.ndarray:
-        q, k, v = numpy_view("q", q), numpy_view("k", k), numpy_view("v", v)
+        q, k, v = array_view("q", q), array_view("k", k), array_view("v", v)
     arrays: Any = (q, k, v)
     key = None
     no_arrays = bias is mask is alibi is sinks is q_len is kv_len is kv_start is out is None
     no_modifiers = score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux
     no_dropout = type(dropout_p) is float and dropout_p == 0
-    if no_arrays and no_modifiers and no_dropout and return_lse is False:
+    on_host = given is q or not is_device_view(q)
+    if on_host and no_arrays and no_modifiers and no_dropout and return_lse is False:
         options = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed, backend)
         key = repeat.key_of(arrays, options, window)
         known = repeat.find(key)
@@ -271,8 +274,8 @@ def explain(
     Parameters and errors are those of attention(). Nothing is computed and `out` is not written.
     """
     check_backend(backend)
-    problem, _ = check(q, k, v, **arguments)
-    return plan(problem, backend)
+    problem, operands = check(q, k, v, **arguments)
+    return plan(problem, backend, placement_of(operands, backend))
 
 
 def merge(
@@ -347,7 +350,11 @@ def run(problem: Problem, operands: Operands, backend: str) -> Plan | None:
 
     Returns the plan, if it was needed.
     """
-    chosen = plan(problem, backend)
+    placement = placement_of(operands, backend)
+    chosen = plan(problem, backend, placement)
+    if placement is not None:
+        _launcher("cuda")(chosen, problem, operands)
+        return chosen
     if not problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k:
         _write_empty(operands)
         return None
@@ -372,11 +379,22 @@ def _write_missing_rows(operands: Operands, ranges: np.ndarray) -> None:
         _write_empty(operands, at, slice(int(ranges[b, 0]), None))
 
 
+def placement_of(operands: Operands, backend: str) -> Placement | None:
+    """Where the arrays are; None where no GPU has to do with the call."""
+    if backend != "cuda" and not is_device_view(operands.q):
+        return None
+    from .cuda.run import placement_of
+
+    return placement_of(operands)
+
+
 @cache
 def _launcher(backend: str) -> Callable[[Plan, Problem, Operands], None]:
     """Import and return one backend's run(); only the chosen one is ever imported."""
     if backend == "cpu":
         from .cpu.run import run
+    elif backend == "cuda":
+        from .cuda.run import run
     else:
         from .reference import run
     return run

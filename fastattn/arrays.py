@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .kinds import is_tensor, numpy_view
+from .kinds import array_view, is_device_view, is_on_device, is_tensor, numpy_view
 
 FLOATS = {"e": "float16", "f": "float32", "d": "float64"}  # dtype.name itself costs a microsecond
 FLOAT_RULE = "float16, bfloat16, float32 or float64"
@@ -48,7 +48,7 @@ def operands_of(names: Names, *arrays: Any) -> list[np.ndarray]:
 
 
 def _operand(name: str, a: Any) -> np.ndarray:
-    a = numpy_view(name, a)
+    a = array_view(name, a)
     if not float_name(a.dtype):
         raise TypeError(f"{name} must be {FLOAT_RULE}, got {a.dtype}")
     if a.ndim < 2:
@@ -90,6 +90,9 @@ def canonical(a: np.ndarray) -> np.ndarray:
     flags = a.flags
     if a.dtype.isnative and flags.aligned and (flags.c_contiguous or _strides_are_whole(a)):
         return a
+    if is_device_view(a):
+        rule = "arrays of a GPU must be aligned and have strides of whole elements"
+        raise ValueError(f"{rule}, got strides {a.strides} of {a.dtype}")
     return a.astype(a.dtype.newbyteorder("="), order="C")
 
 
@@ -128,12 +131,29 @@ def check_sizes(names: Names, q: tuple[int, ...], k: tuple[int, ...], v: tuple[i
         raise ValueError(f"{rule}, got {q[-3]} and {k[-3]}")
 
 
+def check_places(names: Names, q: np.ndarray, others: Iterable[tuple[str, Any]]) -> None:
+    """Raise unless the others that are given are in the memory of q: a GPU's, or the CPU's."""
+    place = _place(q)
+    for name, a in others:
+        if a is not None and _place(a) != place:
+            rule = f"{name} must be in the memory of {names.q}, {place}"
+            raise ValueError(f"{rule}, got an array in {_place(a)}")
+
+
+def _place(a: np.ndarray) -> str:
+    if not is_device_view(a):
+        return "the CPU's"
+    from .cuda.memory import device_memory
+
+    return f"that of GPU {device_memory(a).ordinal}"  # type: ignore[union-attr]
+
+
 # --- mask and bias ------------------------------------------------------------------------------
 
 
 def mask_of(names: Names, mask: Any) -> np.ndarray:
     """Return a bool array."""
-    mask = numpy_view(names.mask, mask)
+    mask = array_view(names.mask, mask)
     if mask.dtype.char != "?":
         raise TypeError(
             f"{names.mask} must be bool, got {mask.dtype}. "
@@ -144,7 +164,7 @@ def mask_of(names: Names, mask: Any) -> np.ndarray:
 
 def bias_of(names: Names, bias: Any) -> np.ndarray:
     """Return a canonical float array."""
-    bias = numpy_view(names.bias, bias)
+    bias = array_view(names.bias, bias)
     if not float_name(bias.dtype):
         rule = f"{names.bias} must be {FLOAT_RULE}, got {bias.dtype}"
         hint = f". Pass a bool array as {names.mask}." if bias.dtype.char == "?" else ""
@@ -169,7 +189,9 @@ def broadcast(name: str, a: np.ndarray, scores: tuple[int, ...], has_heads: bool
 def slopes_of(alibi: Any, lead: tuple[int, ...], heads_q: int, dtype: str) -> np.ndarray:
     """Return (*lead, heads_q) in `dtype`, stride 0 where it broadcasts."""
     alibi = _per_head("alibi", alibi, dtype)
-    if not np.isfinite(alibi).all():  # an infinite slope times a distance of 0 has no value
+    if (
+        not is_device_view(alibi) and not np.isfinite(alibi).all()
+    ):  # an infinite slope times a distance of 0 has no value
         raise ValueError(f"alibi must be finite, got {alibi[~np.isfinite(alibi)][0]}")
     if alibi.ndim and alibi.shape[-1] == heads_q:
         try:
@@ -189,9 +211,14 @@ def sinks_of(sinks: Any, heads_q: int, dtype: str) -> np.ndarray:
 
 
 def _per_head(name: str, a: Any, dtype: str) -> np.ndarray:
-    a = numpy_view(name, a)
+    a = array_view(name, a)
     if not float_name(a.dtype):
         raise TypeError(f"{name} must be {FLOAT_RULE}, got {a.dtype}")
+    if is_device_view(a):  # whose values no one reads here
+        if a.dtype != dtype or not a.flags.c_contiguous:
+            rule = f"{name} of a GPU must be {dtype} and contiguous"
+            raise TypeError(f"{rule}, got {a.dtype} with strides {a.strides}")
+        return a
     with np.errstate(over="ignore"):
         converted = a.astype(dtype)  # a copy, which `out` cannot overlap
     if a.dtype.itemsize > converted.itemsize:
@@ -207,10 +234,10 @@ def _per_head(name: str, a: Any, dtype: str) -> np.ndarray:
 def result_of(out: Any, shape: tuple[int, ...], dtype: np.dtype, has_heads: bool) -> np.ndarray:
     """Return a view of the caller's `out` in `shape`."""
     given = shape if has_heads else shape[1:]
-    if type(out) is not np.ndarray and not is_tensor(out):
+    if type(out) is not np.ndarray and not is_tensor(out) and not is_on_device(out):
         rule = "out must be a plain NumPy array or a tensor of torch"
         raise TypeError(f"{rule}, got {type(out).__name__}")
-    out = numpy_view("out", out)
+    out = array_view("out", out)
     if out.dtype != dtype:
         raise TypeError(f"out must be {dtype}, got {out.dtype}")
     if out.shape != given:

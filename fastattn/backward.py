@@ -10,14 +10,14 @@ import numpy as np
 
 from .api import attention, attention_varlen
 from .arguments import flag
-from .check import check_backend
+from .check import CPU_BACKENDS, check_backend
 from .check_backward import (
     bias_gradient,
     check_backward,
     check_packed_backward,
     sum_to,
 )
-from .kinds import like, numpy_view
+from .kinds import is_device_view, like, numpy_view
 from .plan import plan_backward
 from .problem import Gradients, Operands, Plan, Problem
 from .signatures import passing_keywords_to
@@ -89,7 +89,7 @@ def attention_backward(
     ----------
     Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
-    check_backend(backend)
+    check_backend(backend, CPU_BACKENDS)
     wanted = _wanted(return_dbias, return_dsinks, return_dalibi)
     problem, operands, gradients = check_backward(
         dout,
@@ -145,7 +145,7 @@ def attention_varlen_backward(
     ------
     As attention_backward().
     """
-    check_backend(backend)
+    check_backend(backend, CPU_BACKENDS)
     wanted = _wanted(False, return_dsinks, return_dalibi)
     problem, operands, gradients = check_packed_backward(
         dout,
@@ -169,6 +169,9 @@ def attention_varlen_backward(
 
 def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str) -> None:
     """Plan and run. Where there are no scores, the zeros stay."""
+    if is_device_view(operands.q):
+        rule = "q, k and v must be in the memory of the CPU"
+        raise ValueError(f"{rule}, got arrays of a GPU, for which there are no gradients yet")
     chosen = plan_backward(problem, backend)
     if problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k:
         _launcher(chosen.backend)(chosen, problem, operands, gradients)

@@ -27,6 +27,7 @@ from .arrays import (
     bias_of,
     broadcast,
     check_overlap,
+    check_places,
     check_sizes,
     float_name,
     mask_of,
@@ -36,6 +37,7 @@ from .arrays import (
     sinks_of,
     slopes_of,
 )
+from .kinds import new_array
 from .problem import Operands, Problem, Variant
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
 
     from .modifying import Modifying
 
-BACKENDS = ("auto", "numpy", "cpu")
+BACKENDS = ("auto", "numpy", "cpu", "cuda")
+CPU_BACKENDS = BACKENDS[:3]  # of what has no kernel for a GPU
 COMPUTE = {
     "float16": "float32",
     "bfloat16": "float32",
@@ -86,13 +89,16 @@ def check(
     if mask is not None or bias is not None:
         mask, bias = _masks(names, mask, bias, (*rows, seqlen_k), has_heads)
     inputs = q, k, v, mask, bias
+    check_places(names, q, zip(names, inputs, strict=False))
     spans = lengths_of(lead, seqlen_q, seqlen_k, align, q_len, kv_len, kv_start, fold)
     ranges, start, stop, offset = spans
     of_call = (lead, seqlen_q, stop - start, offset, start, seqlen_k)
     causal = flag(names.causal, causal)
     problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, causal, **others)
     out = _output(out, (*rows, v.shape[-1]), has_heads, names, inputs, modifying)
-    lse = np.empty(rows, problem.variant.dtype) if flag("return_lse", return_lse) else None
+    lse = None
+    if flag("return_lse", return_lse):
+        lse = new_array(q, rows, problem.variant.dtype)
     if stop - start < seqlen_k:
         k, v, mask, bias = _cut(k, v, mask, bias, slice(start, stop))
     operands = Operands(q, k, v, mask, bias, out, lse, alibi, sinks, ranges)
@@ -123,6 +129,7 @@ def check_packed(
         if a.ndim != 3:
             raise ValueError(f"{name} must have shape (tokens, heads, dim), got {a.shape}")
     q, k, v = inputs = [a.swapaxes(0, 1)[None] for a in tokens]
+    check_places(NAMES, q, zip(NAMES, inputs, strict=False))
     check_sizes(NAMES, q.shape, k.shape, v.shape)
     edges_q, edges_k = _edges(cu_seqlens_q, cu_seqlens_k, q.shape[-2], k.shape[-2])
     lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
@@ -134,16 +141,16 @@ def check_packed(
     shape = (q.shape[2], q.shape[1], v.shape[3])
     out = _output(out, shape, True, NAMES, inputs, modifying).swapaxes(0, 1)[None]
     has_lse = flag("return_lse", return_lse)
-    lse = np.empty(out.shape[:-1], problem.variant.dtype) if has_lse else None
+    lse = new_array(q, out.shape[:-1], problem.variant.dtype) if has_lse else None
     starts = np.stack([edges_q[:-1], edges_k[:-1]], axis=1)
     operands = Operands(q, k, v, None, None, out, lse, alibi, sinks, ranges, starts)
     return problem, _with_modifying(operands, modifying)
 
 
-def check_backend(backend: Any) -> None:
-    """Raise unless `backend` is one of BACKENDS."""
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+def check_backend(backend: Any, known: tuple[str, ...] = BACKENDS) -> None:
+    """Raise unless `backend` is one of those known."""
+    if not isinstance(backend, str) or backend not in known:
+        raise ValueError(f"backend must be one of {known}, got {backend!r}")
 
 
 def _masks(
@@ -187,8 +194,9 @@ def _output(
     """Return a new array of the dtype of q, or a view of the caller's `out`."""
     dtype = inputs[0].dtype
     if out is None:
-        return np.empty(shape, dtype)
+        return new_array(inputs[0], shape, dtype)
     out = result_of(out, shape, dtype, has_heads)
+    check_places(names, inputs[0], [("out", out)])
     check_overlap(out, names, inputs)
     if modifying is not None:
         for arrays in (modifying.score_aux, modifying.mask_aux):

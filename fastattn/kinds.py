@@ -44,14 +44,36 @@ def numpy_view(name: str, x: Any) -> np.ndarray:
         raise TypeError(f"{rule}, got {type(x).__name__}: {reason}") from None
 
 
+def array_view(name: str, x: Any) -> np.ndarray:
+    """Return numpy_view(), or for an array of a GPU a view of its memory that nothing may read."""
+    if type(x) is np.ndarray or not is_on_device(x):
+        return numpy_view(name, x)
+    from .cuda.memory import device_view
+
+    return device_view(name, x)
+
+
+def new_array(beside: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return an array without contents, in C order, in the memory where `beside` is."""
+    if not is_device_view(beside):
+        return np.empty(shape, dtype)
+    from .cuda.memory import empty_beside
+
+    return empty_beside(beside, shape, np.dtype(dtype))
+
+
 def like(x: Any, array: Any) -> Any:
     """Return `array`, a new one of ours, as an array of the library that `x` belongs to.
 
-    torch shares its memory; others take it by their `asarray`, which may copy. Where `x` is no
-    array (a list, say), and for None, `array` itself.
+    torch and the libraries of GPUs share its memory; others take it by their `asarray`, which may
+    copy. Where `x` is no array (a list, say), and for None, `array` itself.
     """
     if array is None or isinstance(x, np.ndarray):
         return array
+    if is_device_view(array):
+        from .cuda.memory import exported
+
+        return exported(array)
     if is_tensor(x):
         return as_tensor(array)
     namespace = getattr(x, "__array_namespace__", None)
@@ -84,6 +106,14 @@ def is_on_device(x: Any) -> bool:
         return True
     device = getattr(x, "__dlpack_device__", None)
     return device is not None and device()[0] in CUDA_DEVICES
+
+
+def is_device_view(array: np.ndarray) -> bool:
+    """Whether an array is a view of the memory of a GPU, as array_view() makes them."""
+    base = array.base
+    while type(base) is np.ndarray:
+        base = base.base
+    return base is not None and getattr(base, "is_device_memory", False)
 
 
 def _view_of_tensor(name: str, x: Any) -> np.ndarray:

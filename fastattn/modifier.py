@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .kinds import numpy_view
+from .kinds import array_view, is_device_view, is_on_device
 
 NUMPY: dict[str, Callable] = {
     "abs": np.abs,
@@ -134,15 +134,21 @@ def aux_types(arrays: Sequence[np.ndarray]) -> AuxTypes:
 
 
 def _aux_array(value: Any, slot: int) -> np.ndarray:
-    if not isinstance(value, numbers.Real) and not hasattr(value, "__array__"):
+    is_array = hasattr(value, "__array__") or is_on_device(value)
+    if not isinstance(value, numbers.Real) and not is_array:
         raise TypeError(f"aux[{slot}] must be an array or a number, got {type(value).__name__}")
-    array = numpy_view(f"aux[{slot}]", value)
+    array = array_view(f"aux[{slot}]", value)
     name = AUX_NAMES.get(array.dtype) or AUX_CONVERSIONS.get(array.dtype.name, array.dtype.name)
     if name not in AUX_DTYPES:
         raise TypeError(
             f"aux[{slot}] must be bool, an integer of at most 64 bits (signed) or a float of at "
             f"most 64 bits, got {array.dtype}"
         )
+    if is_device_view(array):
+        if AUX_NAMES.get(array.dtype) != name or not array.size:
+            rule = f"aux[{slot}] of a GPU must be of {', '.join(AUX_DTYPES)}, and not empty"
+            raise TypeError(f"{rule}, got {array.dtype} of shape {array.shape}")
+        return array
     if array.size == 0:
         # There is no nearest element: it reads as 0. Only a call without keys or rows has a use
         # for it.

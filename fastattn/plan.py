@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from .cpu.threads import get_num_threads
-from .problem import Plan, Problem, Variant
+from .problem import Placement, Plan, Problem, Variant
 
 # Keys of one online-softmax step and of one run of it. They fix the order of additions of a row, so
 # they may depend on nothing but the dtype: never on lengths, batch or threads.
@@ -23,17 +23,48 @@ BACKWARD_M, BACKWARD_N = 112, 224
 # Work below this is faster on one thread: waking another costs about 10 us.
 FLOP_PER_THREAD = 2_000_000
 SLOWER = "slower: its scores and probabilities go through memory"
+NOT_THERE = ("cuda", "the arrays are in the memory of the CPU: only if asked for by name")
+IN_HOST_MEMORY = Placement(ordinal=0, on_device=False, whole_rows=False)
 
 
-def plan(problem: Problem, backend: str = "auto") -> Plan:
+def plan(problem: Problem, backend: str = "auto", placement: Placement | None = None) -> Plan:
     """Return how `problem` will be run with the present number of threads. Only "auto" falls back.
+
+    placement  where arrays are, if they are a GPU's or backend="cuda"
 
     Raises
     ------
     ImportError  backend="cpu" and no compiler is installed, or the CPU lacks the registers that
-                 kernels need
+                 kernels need; backend="cuda" or arrays of a GPU, and no kernel can run there
+    ValueError   another backend than "cuda" is asked for arrays of a GPU
     """
+    if backend == "cuda" or (placement is not None and placement.on_device):
+        return _cuda_plan(problem, backend, placement or IN_HOST_MEMORY)
     return _plan(problem, backend, get_num_threads())
+
+
+@lru_cache(maxsize=1024)
+def _cuda_plan(problem: Problem, backend: str, placement: Placement) -> Plan:
+    if backend not in ("auto", "cuda"):
+        rule = f"backend={backend!r} needs arrays in the memory of the CPU, got arrays of a GPU"
+        raise ValueError(f"{rule}. Copy them, or use backend='cuda'.")
+    from .cuda.choice import choice_or_reason
+
+    choice, why_not = choice_or_reason(problem, placement)
+    if choice is None:
+        raise ImportError(f"backend='cuda' cannot run here: {why_not}")
+    away = "the arrays are in the memory of a GPU" if placement.on_device else "not asked for"
+    return Plan(
+        backend="cuda",
+        problem=problem,
+        reason="asked for by name" if backend == "cuda" else away,
+        rejected=(("cpu", away), ("numpy", away)),
+        block_m=choice.block_m,
+        block_n=choice.block_n,
+        num_threads=0,
+        num_splits=choice.num_splits,
+        choice=choice,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -93,7 +124,7 @@ def _cpu_plan_backward(problem: Problem, reason: str, num_threads: int) -> Plan:
         backend="cpu",
         problem=problem,
         reason=reason,
-        rejected=(("numpy", SLOWER),),
+        rejected=(("numpy", SLOWER), NOT_THERE),
         block_m=BACKWARD_M,
         block_n=BACKWARD_N,
         num_threads=min(threads, max(items, 1)),
@@ -106,7 +137,7 @@ def _numpy_plan(problem: Problem, reason: str, why_not_cpu: str, num_threads: in
         backend="numpy",
         problem=problem,
         reason=reason,
-        rejected=(("cpu", why_not_cpu),),
+        rejected=(("cpu", why_not_cpu), NOT_THERE),
         block_m=256,
         block_n=1024,
         num_threads=num_threads,  # the BLAS library decides
@@ -130,7 +161,7 @@ def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
         backend="cpu",
         problem=problem,
         reason=reason,
-        rejected=(("numpy", SLOWER),),
+        rejected=(("numpy", SLOWER), NOT_THERE),
         block_m=block_m,
         block_n=BLOCK_N[problem.variant.dtype],
         num_threads=min(threads, blocks * num_splits),

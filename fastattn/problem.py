@@ -5,7 +5,7 @@ printable.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -158,11 +158,19 @@ class Gradients(NamedTuple):
     dsinks: np.ndarray | None  # (heads_q,)
 
 
+class Placement(NamedTuple):
+    """Where the arrays of a call for a GPU are."""
+
+    ordinal: int  # of the device
+    on_device: bool  # in its memory already; else in the CPU's
+    whole_rows: bool  # rows of q, k, v and out are contiguous and begin at multiples of 16 bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a Problem will be run, and why. `print(plan)` is what users read."""
 
-    backend: str  # "cpu" or "numpy"
+    backend: str  # "cpu", "numpy" or "cuda"
     problem: Problem
     reason: str  # why this backend
     rejected: tuple[tuple[str, str], ...]  # (backend, why not) for each of the others
@@ -174,6 +182,7 @@ class Plan:
     num_splits: int = 1  # work items along the keys, for few queries against many keys
     work_items: int = 1
     notes: tuple[str, ...] = ()  # what else a user may want to know
+    choice: Any = None  # cuda: the cuda.choice.Choice of a kernel
 
     def __str__(self) -> str:
         problem = self.problem
@@ -199,7 +208,7 @@ class Plan:
             *problem.modifiers(),
             ("work", pairs),
             ("blocks", blocks),
-            ("threads", items),
+            *([("threads", items)] if self.choice is None else self.choice.rows()),
             *(("note", note) for note in self.notes),
         ]
         return "\n".join(f"{name:<11} {text}" for name, text in rows)

@@ -10,7 +10,7 @@ from . import repeat
 from .api import run
 from .arrays import Names
 from .check import check
-from .kinds import like, numpy_view
+from .kinds import array_view, is_device_view, like
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -60,9 +60,10 @@ def scaled_dot_product_attention(
     NaN and infinity in a masked key do not reach the result, which in PyTorch they do.
     """
     given = query
-    arrays: Any = tuple(map(numpy_view, TORCH_NAMES[:3], (query, key, value)))
+    arrays: Any = tuple(map(array_view, TORCH_NAMES[:3], (query, key, value)))
     call = None
-    if attn_mask is None and type(dropout_p) is float and dropout_p == 0:
+    is_plain = attn_mask is None and type(dropout_p) is float and dropout_p == 0
+    if is_plain and not is_device_view(arrays[0]):
         call = repeat.key_of(arrays, (scale, is_causal, enable_gqa), ())
         known = repeat.find(call)
         result = None if known is None else known.run(arrays)
@@ -98,7 +99,7 @@ def _mask_or_bias(
         return None, None
     if is_causal:
         raise ValueError("attn_mask must be None if is_causal is True, got both")
-    attn_mask = numpy_view(TORCH_NAMES.mask, attn_mask)
+    attn_mask = array_view(TORCH_NAMES.mask, attn_mask)
     if attn_mask.dtype.char == "?":
         return attn_mask, None
     if attn_mask.dtype.char not in ("f", query.dtype.char):

@@ -248,13 +248,17 @@ RULES = [
     (
         {"backend": "gpu"},
         ValueError,
-        "backend must be one of ('auto', 'numpy', 'cpu'), got 'gpu'",
+        "backend must be one of ('auto', 'numpy', 'cpu', 'cuda'), got 'gpu'",
     ),
-    ({"backend": None}, ValueError, "backend must be one of ('auto', 'numpy', 'cpu'), got None"),
+    (
+        {"backend": None},
+        ValueError,
+        "backend must be one of ('auto', 'numpy', 'cpu', 'cuda'), got None",
+    ),
     (
         {"backend": np.array(["cpu", "numpy"])},
         ValueError,
-        "backend must be one of ('auto', 'numpy', 'cpu'), got array(",
+        "backend must be one of ('auto', 'numpy', 'cpu', 'cuda'), got array(",
     ),
     # aux that nothing reads
     (

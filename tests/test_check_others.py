@@ -118,7 +118,11 @@ PACKED_RULES = [
     ({"window": (-1, 0)}, ValueError, WINDOW + " (no limit), got (-1, 0)"),
     ({"causal": 1}, TypeError, "causal must be a bool, got int"),
     ({"out": ones(4, 7, 6)}, ValueError, "out must have shape (7, 4, 6), got (4, 7, 6)"),
-    ({"backend": "gpu"}, ValueError, "backend must be one of ('auto', 'numpy', 'cpu'), got 'gpu'"),
+    (
+        {"backend": "gpu"},
+        ValueError,
+        "backend must be one of ('auto', 'numpy', 'cpu', 'cuda'), got 'gpu'",
+    ),
 ]
 
 

@@ -11,7 +11,7 @@ import fastattn.plan as planning
 from fastattn import repeat
 from fastattn.cpu import run as cpu_run
 from fastattn.modifier import Modifier
-from fastattn.plan import BLOCK_M, BLOCK_N, MC, SPLIT_N, block_m_for, plan
+from fastattn.plan import BLOCK_M, BLOCK_N, MC, NOT_THERE, SPLIT_N, block_m_for, plan
 from fastattn.problem import Problem, Variant, flop_text
 
 REASON = "numba is not installed: pip install numba"
@@ -66,14 +66,15 @@ def on(threads, *args, **kwargs):
 def test_backend_where_kernels_can_be_had(with_cpu, asked, chosen, reason, rejected):
     result = plan(problem(), asked)
     assert (result.backend, result.reason) == (chosen, reason)
-    assert [name for name, _ in result.rejected] == [rejected]
+    assert [name for name, _ in result.rejected] == [rejected, "cuda"]
 
 
 def test_backend_where_they_cannot(without_cpu):
     result = plan(problem(), "auto")
     assert (result.backend, result.reason) == ("numpy", "the fallback that always answers")
-    assert result.rejected == (("cpu", REASON),)
-    assert plan(problem(), "numpy").rejected == (("cpu", "backend='numpy' was asked for"),)
+    assert result.rejected == (("cpu", REASON), NOT_THERE)
+    rejected = plan(problem(), "numpy").rejected
+    assert rejected == (("cpu", "backend='numpy' was asked for"), NOT_THERE)
     with pytest.raises(ImportError) as error:
         plan(problem(), "cpu")
     text = f"backend='cpu' cannot run here: {REASON}. backend='auto' falls back to NumPy."
@@ -205,13 +206,14 @@ def test_text_of_a_plan(with_cpu):
     assert text.splitlines() == [
         "backend     cpu: the compiled kernel is the fastest here",
         "not numpy   slower: its scores and probabilities go through memory",
+        f"not cuda    {NOT_THERE[1]}",
         "problem     1 x 32 heads over 8, 1 queries x 4096 keys, head_dim 64/64, float32",
         "work        33.6 Mflop over 4096 visible pairs a head",
         f"blocks      block_m 4, block_n 256, mc {MC}, split_n 1024",
         "threads     2 for 8 work items",
     ]
     split = str(on(2, problem(1, 4096, heads=4, storage="bfloat16"))).splitlines()
-    assert split[2].endswith("head_dim 64/64, bfloat16")
+    assert split[3].endswith("head_dim 64/64, bfloat16")
     assert split[-1] == "threads     2 for 16 work items, 4 along the keys"
     assert "backend     numpy: asked for by name" in str(plan(problem(), "numpy"))
 
@@ -244,11 +246,11 @@ def test_text_of_modifiers_and_block_masks(with_cpu):
     one = problem(100, 200)
     both = replace(one, variant=replace(one.variant, score_mod=change, mask_mod=hide))
     lines = str(plan(both)).splitlines()
-    assert lines[3] == "modifiers   score_mod: 2 operations, mask_mod: 1 operations"
+    assert lines[4] == "modifiers   score_mod: 2 operations, mask_mod: 1 operations"
     masked = replace(both, block_mask_m=64, block_mask_n=32, block_mask_pairs=5000)
     lines = str(plan(masked)).splitlines()
-    assert lines[4] == "block mask  64 x 32, 75.0 % of the pairs skipped"
-    assert lines[5].endswith("10.2 Mflop over 5000 visible pairs a head")
+    assert lines[5] == "block mask  64 x 32, 75.0 % of the pairs skipped"
+    assert lines[6].endswith("10.2 Mflop over 5000 visible pairs a head")
     assert "modifiers" not in str(plan(one))
 
 

@@ -13,23 +13,22 @@ from numba import cuda, types
 from ..problem import Variant
 from .compile import Source
 from .place import member_of
+from .tile import ROW_THREADS
 from .writing import partial_row, write_row
-
-THREADS = 128  # a column each, mostly
 
 
 def combine_source(variant: Variant) -> Source:
     """The kernel as it is translated for a GPU."""
     from . import words
 
-    return Source(combine_kernel(variant, words), THREADS)
+    return Source(combine_kernel(variant, words), ROW_THREADS)
 
 
 def missing_source(variant: Variant) -> Source:
     """The kernel as it is translated for a GPU."""
     from . import words
 
-    return Source(missing_kernel(variant, words), THREADS)
+    return Source(missing_kernel(variant, words), ROW_THREADS)
 
 
 def row_of_block(words: Any) -> Callable:
@@ -63,7 +62,11 @@ def combine_kernel(variant: Variant, words: Any) -> Callable:
     """
     real, f = np.dtype(variant.dtype).type, words.functions(variant.dtype)
     exp, log, none = f.exp, f.log, np.dtype(variant.dtype).type(-np.inf)
-    load, sink, partial = words.load(variant.dtype), sink_of(variant.dtype, words), partial_row(words)
+    load, sink, partial = (
+        words.load(variant.dtype),
+        sink_of(variant.dtype, words),
+        partial_row(words),
+    )
     locate, member, write = row_of_block(words), member_of(words), write_row(variant, words)
 
     def kernel(job):

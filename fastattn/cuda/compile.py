@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..cpu import cache
-from .job import FLOATS, Job
+from .driver import Code
+from .job import FIELDS, FLOATS, Job
 
 INSTALL = "pip install 'fastattn[cuda]'"
 # Compute capability: the oldest version of PTX that knows it. NVVM stamps its own, newer one, which
@@ -46,26 +48,26 @@ class Source:
     suffix: str = ""  # "a": instructions of one compute capability alone
 
 
-class Code(NamedTuple):
-    """What the driver loads."""
-
-    entry: str  # the kernel's name in the text
-    ptx: str
-
-
 _known: dict[Hashable, Code] = {}
 _lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # as in cpu/compile.py
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 
 
-def unavailable() -> str:
-    """Why kernels cannot be translated here, in one line; "" if they can."""
+def unavailable(key: Hashable, target: tuple[int, int]) -> str:
+    """Why this kernel cannot be had here, in one line; "" if it can. Imports Numba only if it must
+    be translated.
+    """
+    if (key, target) in _known or cache.find(key, _place(target)) is not None:
+        return ""
     return _import_problem()
 
 
-def ptx_target(capability: tuple[int, int]) -> tuple[int, int] | None:
+def ptx_target(capability: tuple[int, int]) -> tuple[int, int]:
     """The compute capability to translate for: the newest known one that the device runs."""
-    runs = [known for known in PTX_VERSIONS if known <= capability]
-    return max(runs) if runs else None
+    return max(known for known in PTX_VERSIONS if known <= capability)
 
 
 def code(key: Hashable, build: Callable[[], Source], target: tuple[int, int]) -> Code:
@@ -79,26 +81,28 @@ def code(key: Hashable, build: Callable[[], Source], target: tuple[int, int]) ->
     ------
     ImportError  it must be translated, and numba-cuda or NVVM is missing
     """
-    place = (key, target)
-    found = _known.get(place)
+    found = _known.get((key, target))
     if found is not None:
         return found
     with _lock:
-        if place not in _known:
-            _known[place] = _cached_or_translated(key, build, target)
-        return _known[place]
+        if (key, target) not in _known:
+            _known[key, target] = _cached_or_translated(key, build, target)
+        return _known[key, target]
 
 
 def _cached_or_translated(
     key: Hashable, build: Callable[[], Source], target: tuple[int, int]
 ) -> Code:
-    where = ("cuda", target, cache.version("numba-cuda"))
-    entry = cache.find(key, where)
+    entry = cache.find(key, _place(target))
     if entry is not None:
         return Code(entry[0], entry[1].decode())
     found = translate(build(), target)
-    cache.keep(key, where, found.entry, found.ptx.encode())
+    cache.keep(key, _place(target), found.entry, found.ptx.encode())
     return found
+
+
+def _place(target: tuple[int, int]) -> Hashable:
+    return "cuda", target, cache.version("numba-cuda")
 
 
 def translate(source: Source, target: tuple[int, int]) -> Code:
@@ -108,7 +112,7 @@ def translate(source: Source, target: tuple[int, int]) -> Code:
         raise ImportError(problem)
     from numba import cuda, types
 
-    fields = [types.float64 if name in FLOATS else types.int64 for name in Job._fields]
+    fields = [types.float64 if name in FLOATS else types.int64 for name in FIELDS]
     bounds = (source.threads, source.min_blocks) if source.min_blocks else source.threads
     ptx, _ = cuda.compile(
         source.function,
@@ -129,7 +133,8 @@ def finished(ptx: str, target: tuple[int, int], ptx_version: str) -> Code:
     found = re.search(r"\.entry\s+(\w+)", ptx)
     if found is None:
         raise ValueError("ptx must hold a kernel, got none")
-    # Numba's names spell out all argument types: 10 kB of 90.
+    # Numba's names spell out all argument types, once a parameter; its environments have no use.
+    ptx = re.sub(r"^\.common \.global .*NumbaEnv.*\n", "", ptx, flags=re.MULTILINE)
     return Code("kernel", ptx.replace(found[1], "kernel"))
 
 

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .compile import Code
 from .job import PACKER
 
 OLDEST = 12000  # CUDA 12.0: it knows PTX 8.0, and memory in the order of a stream
@@ -42,6 +41,13 @@ class Device:
     shared_bytes: int  # of one block, at most
     registers: int  # 32-bit, of one multiprocessor
     l2_bytes: int
+
+
+class Code(NamedTuple):
+    """What the driver loads."""
+
+    entry: str  # the kernel's name in the text
+    ptx: str
 
 
 class DriverError(RuntimeError):

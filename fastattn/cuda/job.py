@@ -44,7 +44,8 @@ FIELDS = (
     # (batch, heads_q, seqlen_q, num_splits, 2): base-2 reference and sum; both 0 without splits
     "partial",
     "partial_state",
-    "alibi",  # address of (batch, heads_q) slopes, C-contiguous, or 0
+    "alibi",  # address of (batch, heads_q) slopes, or 0
+    "alibi_batch",  # its stride from entry to entry; heads are contiguous
     "sinks",  # address of (heads_q,), or 0
     "ranges",  # address of (batch, 4) int64: Operands.ranges, or 0
     "starts",  # address of (batch, 2) int64: Operands.starts, or 0
@@ -67,5 +68,5 @@ FIELDS = (
 FLOATS = ("scale", "scale_log2", "q_sign", "softcap", "dropout_factor")
 UNLIMITED = 1 << 40  # a window side of None: past any key
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
-Job = namedtuple("Job", FIELDS, defaults=(0,) * len(FIELDS))  # noqa: PYI024 (Numba needs its name)
+Job = namedtuple("Job", FIELDS, defaults=(0,) * len(FIELDS))  # type: ignore[misc]
 PACKER = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in FIELDS))

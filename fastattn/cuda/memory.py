@@ -29,11 +29,13 @@ NOWHERE = 64  # the address of an array without elements: NumPy wants one
 class DeviceMemory:
     """What stands at the end of the `base` of every view: whose memory it is."""
 
-    def __init__(self, owner: Any, ordinal: int, stream: int, interface: dict[str, Any]):
+    is_device_memory = True  # for those who must not import this
+
+    def __init__(self, owner: Any, ordinal: int, stream: int):
         self.owner = owner  # the caller's array, which keeps it alive
         self.ordinal = ordinal
         self.stream = stream  # the one that the caller works on, at the time of the call
-        self.__array_interface__ = interface
+        self.__array_interface__: dict[str, Any] = {}
 
 
 def device_memory(array: Any) -> DeviceMemory | None:
@@ -54,15 +56,16 @@ def device_view(name: str, x: Any) -> np.ndarray:
     interface = getattr(x, "__cuda_array_interface__", None)
     if interface is None:
         rule = f"{name} must be of PyTorch, CuPy or Numba, or have __cuda_array_interface__"
-        raise TypeError(f"{rule}, got {type(x).__name__}. torch.from_dlpack() makes a tensor of it.")
+        raise TypeError(
+            f"{rule}, got {type(x).__name__}. torch.from_dlpack() makes a tensor of it."
+        )
     if interface.get("mask") is not None:
         raise TypeError(f"{name} must be a plain array, got one with a mask")
     address, read_only = interface["data"]
     ordinal = driver.ordinal_of(address) if address else 0
-    shape, strides = tuple(interface["shape"]), interface.get("strides")
-    dtype = np.dtype(interface["typestr"])
-    place = (address, read_only, shape, strides)
-    return _view(x, ordinal, interface.get("stream") or 0, dtype, *place)
+    memory = DeviceMemory(x, ordinal, interface.get("stream") or 0)
+    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    return view_of(memory, address, shape, dtype, interface.get("strides"), read_only)
 
 
 def _view_of_tensor(name: str, x: Any) -> np.ndarray:
@@ -78,8 +81,9 @@ def _view_of_tensor(name: str, x: Any) -> np.ndarray:
         raise TypeError(f"{name} must be a dense tensor of {kinds}, got {x.dtype} of {x.layout}")
     dtype = _bfloat16(name) if known == "bfloat16" else np.dtype(known)
     stream = torch.cuda.current_stream(x.device).cuda_stream
+    memory = DeviceMemory(x, x.device.index, stream)
     strides = tuple(step * dtype.itemsize for step in x.stride())
-    return _view(x, x.device.index, stream, dtype, x.data_ptr(), False, tuple(x.shape), strides)
+    return view_of(memory, x.data_ptr(), tuple(x.shape), dtype, strides)
 
 
 def _bfloat16(name: str) -> np.dtype:
@@ -91,37 +95,37 @@ def _bfloat16(name: str) -> np.dtype:
     return np.dtype(bfloat16)
 
 
-def _view(
-    owner: Any,
-    ordinal: int,
-    stream: int,
-    dtype: np.dtype,
+def view_of(
+    memory: DeviceMemory,
     address: int,
-    read_only: bool,
     shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
+    dtype: np.dtype,
+    strides: tuple[int, ...] | None = None,
+    read_only: bool = False,
 ) -> np.ndarray:
-    interface = {
+    """Return a new view; `memory` is for this one alone. strides in bytes, default C order."""
+    memory.__array_interface__ = {
         "shape": shape,
         "strides": strides,
         "typestr": dtype.str,
         "data": (address or NOWHERE, read_only),
         "version": 3,
     }
-    array = np.asarray(DeviceMemory(owner, ordinal, stream, interface))
+    array = np.asarray(memory)
     return array if array.dtype == dtype else array.view(dtype)
 
 
 # --- new arrays, and the way back to the caller's library -----------------------------------------
 
 
-def empty(memory: DeviceMemory, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A view of a new array, C-contiguous, of the library and device of `memory`.
+def empty_beside(view: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A view of a new array, C-contiguous, of the library and on the device of another view.
 
     Raises
     ------
     TypeError  the library is none that fastattn knows how to ask for memory
     """
+    memory: Any = device_memory(view)
     owner = memory.owner
     library = type(owner).__module__.partition(".")[0]
     if library == "torch":

@@ -33,8 +33,8 @@ BLOCK_FIELDS = (
     "out",
     "lse",
 )
-Block = namedtuple("Block", BLOCK_FIELDS)  # noqa: PYI024 (Numba needs its names)
-Rows = namedtuple("Rows", ("i", "head", "q", "key"))  # noqa: PYI024 (arrays in shared memory)
+Block = namedtuple("Block", BLOCK_FIELDS)  # type: ignore[misc]
+Rows = namedtuple("Rows", ("i", "head", "q", "key"))  # arrays in shared memory
 BLOCK_TYPE = types.NamedUniTuple(types.int64, len(BLOCK_FIELDS), Block)
 NO_ROW = -1
 
@@ -111,8 +111,6 @@ def member_of(words: Any) -> Callable:
         return q_len, kv_start, kv_stop, offset, first_q, first_k
 
     return member
-
-
 
 
 def key_range_of(words: Any) -> Callable:

@@ -21,8 +21,9 @@ def changed_score(variant: Variant, words: Any) -> Callable:
     real_type = getattr(types, variant.dtype)
     tanh = words.functions(variant.dtype).tanh
     bias_at, slope_at = bias_of(variant.dtype, words), words.load(variant.dtype)
-    modifies = variant.score_mod is not None
-    modify = device_function(variant.score_mod, variant.dtype, words) if modifies else None
+    modifies, modify = variant.score_mod is not None, None
+    if variant.score_mod is not None:
+        modify = device_function(variant.score_mod, variant.dtype, words)
     empty = real(-np.inf)
 
     @words.device(types.Tuple((real_type, types.boolean)))
@@ -39,7 +40,7 @@ def changed_score(variant: Variant, words: Any) -> Callable:
             hidden = hidden or added == empty
             score += added
         if job.alibi != 0:
-            slope = slope_at(job.alibi, block.b * job.heads_q + head)
+            slope = slope_at(job.alibi, block.b * job.alibi_batch + head)
             score -= slope * real(abs(i + block.offset - j))
         return score, hidden
 

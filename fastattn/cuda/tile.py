@@ -10,6 +10,7 @@ from ..problem import Problem
 # nothing but the call's own lengths; the partial results of one are 1/512 of the keys it reads.
 SPLIT_N = 512
 FEW_ROWS = 16
+ROW_THREADS = 128  # of the kernels that write row by row: a column each, mostly
 
 
 @dataclass(frozen=True, slots=True)

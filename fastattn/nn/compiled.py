@@ -7,13 +7,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..check import check_backend
+from ..check import CPU_BACKENDS, check_backend
 
 
 @lru_cache(maxsize=256)
 def compiled(function: str, dtype: np.dtype, backend: str) -> Callable[..., None] | None:
     """Return cpu.elementwise.run, or None where NumPy has to do, by the rules of plan()."""
-    check_backend(backend)
+    check_backend(backend, CPU_BACKENDS)
     if backend == "numpy":
         return None
     # Here, as in plan(): asking for a kernel loads the compiler's run-time part.

@@ -1,0 +1,161 @@
+"""Where arrays are, what is copied, which kernels are launched: the only caller of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..problem import Operands, Placement, Plan, Problem
+from . import compile, driver
+from .choice import Choice, Kernel, builder, row_kernel
+from .job import Job
+from .memory import DeviceMemory, device_memory, view_of
+from .packing import job_of
+
+ALIGNMENT = 16  # bytes of one load of a tensor-core kernel
+ARRAYS = ("q", "k", "v", "mask", "bias", "alibi", "block_mask")  # those with strides
+
+
+def placement_of(operands: Operands) -> Placement:
+    """Where the arrays of a call are."""
+    memory = device_memory(operands.q)
+    rows = (operands.q, operands.k, operands.v, operands.out)
+    whole = all(_has_whole_rows(a) for a in rows) if memory else _fits(rows)
+    return Placement(memory.ordinal if memory else 0, memory is not None, whole)
+
+
+def _has_whole_rows(array: np.ndarray) -> bool:
+    """Whether rows begin at multiples of 16 bytes and are contiguous."""
+    *steps, column = array.strides
+    places = (array.__array_interface__["data"][0], *steps)
+    return column == array.itemsize and all(place % ALIGNMENT == 0 for place in places)
+
+
+def _fits(arrays: tuple[np.ndarray, ...]) -> bool:
+    """The same of copies in C order."""
+    return all(a.shape[-1] * a.itemsize % ALIGNMENT == 0 for a in arrays)
+
+
+def run(plan: Plan, problem: Problem, operands: Operands) -> None:
+    """Write operands.out and operands.lse: every element. Nothing waits but for arrays of NumPy,
+    which are copied to the GPU and back.
+    """
+    memory = device_memory(operands.q)
+    ordinal = memory.ordinal if memory else 0
+    stream = memory.stream if memory else 0
+    if not problem.batch * problem.heads_q * problem.seqlen_q:
+        return
+    with driver.using(ordinal), scratch(ordinal, stream) as space:
+        _follow_others(operands, stream)
+        results = (operands.out, operands.lse)
+        moved: dict[str, Any] = {name: space.moved(getattr(operands, name)) for name in ARRAYS}
+        for name in ("score_aux", "mask_aux"):
+            moved[name] = tuple(map(space.moved, getattr(operands, name)))
+        there = operands._replace(**moved)
+        if memory is None:
+            there = there._replace(out=space.empty_like(operands.out))
+            if operands.lse is not None:
+                there = there._replace(lse=space.empty_like(operands.lse))
+        _launch_all(plan.choice, problem, there, space)
+        if memory is None:
+            for array, copy in zip(results, (there.out, there.lse), strict=True):
+                space.fetch(array, copy)
+
+
+def _follow_others(operands: Operands, stream: int) -> None:
+    """Arrays of other streams are ready, on the device, before ours goes on."""
+    arrays = (*operands[:10], *operands.score_aux, *operands.mask_aux)
+    found = (device_memory(a) for a in arrays)
+    for other in {m.stream for m in found if m is not None} - {stream}:
+        driver.follow(stream, other)
+
+
+def _launch_all(choice: Choice, problem: Problem, operands: Operands, space: Scratch) -> None:
+    """Put all kernels of a call into the stream."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    splits, partial = choice.num_splits, 0
+    if splits > 1:
+        itemsize = np.dtype(problem.variant.dtype).itemsize
+        partial = space.allocate(rows * splits * (problem.head_dim_v + 2) * itemsize)
+    job = job_of(problem, operands, choice, space.address_of, partial)
+    if problem.seqlen_k:
+        _launch(choice.kernel, job, space)
+    if splits > 1:
+        _launch(row_kernel("combine", problem, rows), job, space)
+    if not problem.seqlen_k or _has_missing_rows(operands):
+        _launch(row_kernel("missing", problem, rows), job, space)
+
+
+def _has_missing_rows(operands: Operands) -> bool:
+    """Whether batch entries have rows past q_len that are theirs."""
+    if operands.ranges is None or operands.starts is not None:
+        return False
+    return bool((operands.ranges[:, 0] < operands.q.shape[-2]).any())
+
+
+def _launch(kernel: Kernel, job: Job, space: Scratch) -> None:
+    target = compile.ptx_target(driver.device(space.ordinal).capability)
+    code = compile.code(kernel.key, builder(kernel.key), target)
+    function = driver.load(code, space.ordinal, kernel.shared_bytes)
+    shape = kernel.grid, kernel.threads, kernel.shared_bytes
+    driver.launch(function, *shape, space.stream, job)
+
+
+class Scratch:
+    """Memory of the device that a call needs, in the order of its stream."""
+
+    def __init__(self, ordinal: int, stream: int):
+        self.ordinal, self.stream = ordinal, stream
+        self.addresses: list[int] = []
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of new memory."""
+        self.addresses.append(driver.allocate(nbytes, self.stream))
+        return self.addresses[-1]
+
+    def address_of(self, array: np.ndarray) -> int:
+        """Where a view lies, or a new copy of an array in the memory of the CPU, in C order."""
+        if device_memory(array) is None:
+            array = self._copied(array)
+        return array.__array_interface__["data"][0]
+
+    def moved(self, array: np.ndarray | None) -> np.ndarray | None:
+        """A view of the device's memory: the array itself, or of a copy that repeats as it does."""
+        if array is None or device_memory(array) is not None:
+            return array
+        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in array.strides)
+        return np.broadcast_to(self._copied(array[once]), array.shape)
+
+    def empty_like(self, array: np.ndarray) -> np.ndarray:
+        """A view of new memory, in C order."""
+        memory = DeviceMemory(None, self.ordinal, self.stream)
+        return view_of(memory, self.allocate(array.nbytes), array.shape, array.dtype)
+
+    def _copied(self, array: np.ndarray) -> np.ndarray:
+        copy = self.empty_like(array)
+        address = copy.__array_interface__["data"][0]
+        driver.to_device(address, np.ascontiguousarray(array), self.stream)
+        return copy
+
+    def fetch(self, array: np.ndarray | None, copy: np.ndarray | None) -> None:
+        """Fill an array in the memory of the CPU from a view of empty_like(), and wait."""
+        if array is None or copy is None:
+            return
+        target = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
+        driver.to_host(target, copy.__array_interface__["data"][0], self.stream)
+        if target is not array:
+            array[...] = target
+
+
+@contextmanager
+def scratch(ordinal: int, stream: int) -> Iterator[Scratch]:
+    """Scratch that is given back, when the stream has come so far."""
+    space = Scratch(ordinal, stream)
+    try:
+        yield space
+    finally:
+        for address in space.addresses:
+            driver.free(address, stream)

@@ -1,0 +1,143 @@
+"""Calls with backend="cuda" in Numba's simulator, each held against the oracle: a script that
+prints {name: what is wrong, or ""} of those that it is given by name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import numpy as np
+from simulated_gpu import simulated_gpu
+
+import fastattn
+from fastattn import mods
+from fastattn.cuda.tile import Tile
+from fastattn.verifying.case import Case
+from fastattn.verifying.trial import Trial, error_ratio, inputs_of, results
+
+
+def trial(name, seqlen_q=5, seqlen_k=7, head_dim=3, kind="forward", poison="", layout="", **more):
+    layouts = (layout or "plain",) * 3
+    case = Case(name, seqlen_q, seqlen_k, head_dim, **more)
+    return Trial(case, kind, layouts=layouts, poison=poison)
+
+
+TRIALS = [
+    trial("plain"),
+    trial("float64", dtype="float64"),
+    trial("float16", dtype="float16"),
+    trial("bfloat16", dtype="bfloat16"),
+    trial("one row and key", 1, 1, 1, heads_q=1),
+    trial("no keys", 3, 0),
+    trial("wide values", head_dim_v=9, heads_q=1),
+    trial("batch and groups", batch=2, heads_q=4, heads_kv=2, causal=True),
+    trial("more queries than keys", 7, 3, causal=True),
+    trial("top left", align="top_left", causal=True, head_dim=2),
+    trial("window", window=(2, 1), head_dim_v=2),
+    trial("chunk", chunk=3, causal=True, align=-2),
+    trial("softcap", softcap=1.5),
+    trial("negative scale", scale=-1.3),
+    trial("mask", mask="b1qk", batch=2, heads_q=1),
+    trial("bias", bias="1h1k", bias_dtype="float64"),
+    trial("bias of halves", bias="11qk", bias_dtype="float16", dtype="float16"),
+    trial("alibi", alibi="bh", batch=2, causal=True),
+    trial("sinks", sinks=True, mask="11qk"),
+    trial("lengths", batch=2, lengths="q_len kv_len kv_start align", causal=True, sinks=True),
+    trial("lengths with mask", batch=2, lengths="kv_len kv_start", mask="bhqk", bias="11qk"),
+    trial("dropout", dropout_p=0.4, batch=2),
+    trial("split keys", 1, 11, sinks=True),
+    trial("split keys of lengths", 1, 11, batch=2, lengths="q_len kv_len kv_start", bias="1h1k"),
+    trial("split keys with dropout", 1, 9, 2, dropout_p=0.3, heads_q=2, heads_kv=1),
+    trial("nan in q", poison="q", heads_q=1),
+    trial("nan in k", poison="k", causal=True, heads_q=1),
+    trial("nan in v", poison="v", causal=True, heads_q=1),
+    trial("nan in v, masked", poison="v", mask="11qk", heads_q=1),
+    trial("layouts", layout="reversed", batch=2, heads_q=1),
+    trial("packed", batch=2, kind="varlen", causal=True),
+    trial("packed with sinks and window", batch=3, kind="varlen", window=(2, 0), sinks=True),
+]
+
+
+def solved(one):
+    """What is wrong with the answer to a trial."""
+    x = inputs_of(one)
+    ratio = error_ratio(one, x, results(one, x, "cuda"))
+    return "" if ratio <= 1 else f"error {ratio:.2f} of what is allowed"
+
+
+# --- modifiers and block masks, against the NumPy backend -----------------------------------------
+
+
+def crooked(score, b, h, i, j, aux):
+    """A score_mod with a word of each kind."""
+    table, slope = aux
+    bend = mods.where((j <= i) & ~(j == 3) | (b > 0), mods.tanh(score / 3) * 3, mods.exp(-score))
+    bend = bend + table[h, j - i + 2] - abs(i - j) * slope + (j % 3) - j // (i - 2)
+    bend = mods.maximum(mods.minimum(bend, 5.0), mods.floor(score) - 9)
+    return mods.where(mods.logical_not(i == 1) ^ (j != 0), bend, -np.inf) + mods.sqrt(abs(score))
+
+
+def modified(**flags):
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((2, 2, 5, 3)).astype(np.float32)
+    k = rng.standard_normal((2, 1, 7, 3)).astype(np.float32)
+    found = fastattn.attention(q, k, k, **flags, return_lse=True, backend="cuda")
+    wanted = fastattn.attention(q, k, k, **flags, return_lse=True, backend="numpy")
+    for name, ours, theirs in zip(("out", "lse"), found, wanted, strict=True):
+        if not np.allclose(ours, theirs, rtol=0, atol=1e-5, equal_nan=True):
+            return f"{name} differs by {np.abs(ours - theirs).max():.3g}"
+    return ""
+
+
+def block_mask():
+    mask = fastattn.create_block_mask(mods.sliding_window(2, 1), None, None, 5, 7, block=(2, 2))
+    return modified(block_mask=mask, causal=False)
+
+
+def score_mod():
+    table = np.linspace(-1, 1, 8).reshape(2, 4)[:, ::-1]
+    return modified(score_mod=crooked, aux=(table, np.float32(0.25)))
+
+
+def mask_mod():
+    ids = np.array([0, 0, 1, 1, 1, 2, 2])
+    return modified(mask_mod=mods.document_mask(), aux=(ids,), kv_start=[0, 1], kv_len=[7, 6])
+
+
+def big_tile():
+    """A tile whose sizes differ, with pieces of v that do not fill it."""
+    tile = Tile(threads_m=3, threads_n=2, rows=1, keys=3, values=1, depth=3)
+    with simulated_gpu(tile, split_n=6):
+        return solved(trial("other tile", 7, 9, 4, head_dim_v=3, causal=True, heads_q=1))
+
+
+def nothing_is_kept():
+    """All scratch is given back."""
+    with simulated_gpu() as memory:
+        modified(causal=True, kv_len=[3, 5], alibi=np.ones(2, np.float32))
+        return f"{len(memory.blocks)} blocks are left" if memory.blocks else ""
+
+
+OTHERS = (block_mask, score_mod, mask_mod, big_tile, nothing_is_kept)
+CASES = {one.case.name: one for one in TRIALS} | {f.__name__: f for f in OTHERS}
+
+
+def answer(case):
+    if case in (big_tile, nothing_is_kept):
+        return case()
+    with simulated_gpu():
+        return case() if callable(case) else solved(case)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, in the simulator's threads
+    sys.setswitchinterval(2e-5)  # the simulator waits for its threads without sleeping
+    found = {}
+    for name in sys.argv[1:] or CASES:
+        try:
+            found[name] = answer(CASES[name])
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(found))

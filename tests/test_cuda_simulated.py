@@ -1,0 +1,51 @@
+"""The SIMT kernels in Numba's simulator, through the whole of attention(backend="cuda")."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastattn
+
+SCRIPT = Path(__file__).with_name("simulated_cases.py")
+
+
+def names():
+    """The cases of the script, which this process, without a simulator, cannot import."""
+    found = []
+    for node in ast.walk(ast.parse(SCRIPT.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "trial":
+            found.append(node.args[0].value)
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "OTHERS":
+            found += [name.id for name in node.value.elts]
+    return [name for name in found if name != "other tile"]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """What is wrong with each case: one process for all."""
+    pytest.importorskip("numba")
+    variables = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "FASTATTN_CACHE": "0"}
+    variables["PYTHONPATH"] = os.pathsep.join(
+        (str(Path(fastattn.__file__).parent.parent), str(SCRIPT.parent))
+    )
+    done = subprocess.run(
+        [sys.executable, SCRIPT], capture_output=True, text=True, timeout=250, env=variables
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_answer_is_that_of_the_oracle(answers, name):
+    assert answers[name] == ""
+
+
+def test_no_other_case_is_in_the_script(answers):
+    assert set(answers) == set(names())
