@@ -180,7 +180,7 @@ def attention(
     if key is not None and chosen is not None:
         repeat.keep(key, arrays, chosen, operands, result.shape)
     if given is not q:
-        result, lse = like(given, result), like(given, lse)
+        result, lse = result if out is not None else like(given, result), like(given, lse)
     if out is not None:
         result = out
     return (result, lse) if return_lse else result

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from .arrays import canonical, float_name
+from .arrays import NAMES, canonical, float_name
 from .check import check, check_packed
 from .kinds import numpy_view
 from .problem import Gradients, Operands, Problem
@@ -35,6 +35,7 @@ def check_backward(
     """
     _check_wanted(wanted, arguments)
     # Lengths are never folded into views: then all arrays that take gradients have the sizes of k.
+    q, k, v = map(numpy_view, NAMES, (q, k, v))  # there are no gradients for a GPU's arrays
     problem, operands = check(q, k, v, **arguments, fold=False)
     rank_2 = operands.q.ndim == 3 and np.ndim(q) == np.ndim(k) == np.ndim(v) == 2
     given = operands.out.shape[1:] if rank_2 else operands.out.shape
@@ -64,6 +65,7 @@ def check_packed_backward(
 ) -> tuple[Problem, Operands, Gradients]:
     """Return what check_packed() does, likewise, for attention_varlen_backward()."""
     _check_wanted(wanted, arguments)
+    q, k, v = map(numpy_view, NAMES, (q, k, v))
     problem, operands = check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **arguments)
     _, heads_q, tokens, head_dim_v = operands.out.shape
     shapes = (tokens, heads_q, head_dim_v), (heads_q, tokens)
