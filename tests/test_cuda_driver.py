@@ -104,10 +104,15 @@ import json, numpy as np, fastattn
 one = np.ones((1, 1), np.float32)
 """
     variables = os.environ | {"PYTHONPATH": str(Path(fastattn.__file__).parent.parent)}
-    code = "import ctypes\nload = ctypes.CDLL\ndef CDLL(name, *a, **k):\n" + (
-        "    if 'cuda' in str(name):\n        raise OSError('no such file')\n"
-        "    return load(name, *a, **k)\nctypes.CDLL = CDLL\n"
-    ) + code + ATTEMPT.replace("ones(1, 1)", "one")
+    code = (
+        "import ctypes\nload = ctypes.CDLL\ndef CDLL(name, *a, **k):\n"
+        + (
+            "    if 'cuda' in str(name):\n        raise OSError('no such file')\n"
+            "    return load(name, *a, **k)\nctypes.CDLL = CDLL\n"
+        )
+        + code
+        + ATTEMPT.replace("ones(1, 1)", "one")
+    )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=variables
     )
@@ -245,9 +250,15 @@ print(json.dumps(log()))
 # --- what is refused ------------------------------------------------------------------------------
 
 REFUSED = [
-    ("attention(g, g, q)", "v must be in the memory of q, that of GPU 1, got an array in the CPU's"),
+    (
+        "attention(g, g, q)",
+        "v must be in the memory of q, that of GPU 1, got an array in the CPU's",
+    ),
     ("attention(q, q, q, mask=gb, backend='cuda')", "mask must be in the memory of q, the CPU's,"),
-    ("attention(g, g, g, out=o, backend='cpu')", "backend='cpu' needs arrays in the memory of the CPU, go"),
+    (
+        "attention(g, g, g, out=o, backend='cpu')",
+        "backend='cpu' needs arrays in the memory of the CPU, go",
+    ),
     ("attention(g, g, g)", "out must be given where q is of __main__, which fastattn cannot ask"),
     ("attention(g, g, g, out=g, kv_len=gi)", "kv_len must be an array in the memory of the CPU, g"),
     ("attention(g, g, g, out=o, alibi=gh)", "alibi of a GPU must be float32 and contiguous, got f"),
