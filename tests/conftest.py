@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
 import numpy as np
+import other_process
 import pytest
 
 import fastattn
@@ -68,3 +72,12 @@ def torch():
     torch.manual_seed(0)
     yield torch
     torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@pytest.fixture(scope="session")
+def jax_process():
+    """An executor whose one process has JAX, with 64-bit types: see other_process."""
+    pytest.importorskip("jax")
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=other_process.set_up_jax) as pool:
+        yield pool

@@ -6,9 +6,6 @@ and its softmax is float32 whatever the inputs, which sets the tolerance.
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-
 import numpy as np
 import oracle
 import pytest
@@ -16,7 +13,6 @@ from cases import Case
 
 import fastattn
 
-pytest.importorskip("jax")
 TOLERANCE = 3e-6  # the largest difference seen is 1.3e-6
 HEADS = {"batch": 3, "heads_q": 4, "heads_kv": 2, "dtype": "float64", "align": "top_left"}
 CASES = [
@@ -36,17 +32,8 @@ def dot_product_attention(arrays, flags):
     """Return JAX's (out, lse), computed in float64, for arrays and flags of its own kind."""
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_x64", True)
     found = jax.nn.dot_product_attention(*arrays, **flags, return_residual=True)
     return tuple(np.asarray(a) for a in found)
-
-
-@pytest.fixture(scope="module")
-def jax_process():
-    """JAX has threads, with which a process may not fork: other tests do."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
 
 
 def as_jax_says(flags):
