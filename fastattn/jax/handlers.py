@@ -13,6 +13,9 @@ from .options import Options, band_of, options_of
 from .rows import LARGE_NEGATIVE, are_possible, empty_rows
 
 FORWARD, BACKWARD = "fastattn_forward", "fastattn_backward"
+# Up to this size a new array is made and copied: calls without `out` are repeated without checks,
+# which saves 50 µs (1 x 128 x 4 x 64: 113 against 160), as long as copying 512 KiB takes.
+COPIED_BYTES = 2**18
 
 
 def forward(attribute: bytes, arrays: list[np.ndarray], results: list[np.ndarray]) -> None:
@@ -28,7 +31,10 @@ def forward(attribute: bytes, arrays: list[np.ndarray], results: list[np.ndarray
     q, k, v, arguments = _arguments(options, operands, out.shape[:-3])
     may_be_empty = are_possible(options, q.shape[-2], k.shape[-2])
     if not may_be_empty and len(results) == 1:
-        attention(q, k, v, **arguments, out=out)
+        if out.nbytes <= COPIED_BYTES:
+            out[...] = attention(q, k, v, **arguments)
+        else:
+            attention(q, k, v, **arguments, out=out)
         return
     _, lse = attention(q, k, v, **arguments, out=out, return_lse=True)
     if may_be_empty:
@@ -63,7 +69,7 @@ def backward(attribute: bytes, arrays: list[np.ndarray], results: list[np.ndarra
         result[...] = gradient.swapaxes(-3, -2)
     for result, gradient in zip(results[3:], found[3:], strict=True):
         result[...] = gradient
-    _add_gradient_of_means(options, operands, dout, lse, results[2])
+    _add_gradient_of_means(options, operands, dout, lse, results[2].swapaxes(-3, -2))
 
 
 def _arguments(
@@ -88,11 +94,11 @@ def _give_means(
     options: Options, operands: dict[str, np.ndarray], out: np.ndarray, lse: np.ndarray
 ) -> None:
     """Write what JAX gives for rows that see no key."""
-    v = np.broadcast_to(operands["value"], (*out.shape[:-3], *operands["value"].shape[-3:]))
-    group = out.shape[-3] // max(1, v.shape[-2])
+    v = operands["value"].swapaxes(-3, -2)
+    v = np.broadcast_to(v, (*out.shape[:-3], *v.shape[-3:]))
     for (*batch, head), rows, weights in empty_rows(options, operands, lse):
-        values = v[(*batch, slice(None), head // group)].astype(lse.dtype)
-        out[(*batch, head, rows)] = weights @ values
+        head_kv = head * v.shape[-3] // out.shape[-3]
+        out[(*batch, head, rows)] = weights @ v[(*batch, head_kv)].astype(lse.dtype)
         is_mean = ~np.isnan(weights[:, 0])
         lse[(*batch, head, rows[is_mean])] = LARGE_NEGATIVE
 
@@ -104,12 +110,11 @@ def _add_gradient_of_means(
     lse: np.ndarray,
     dv: np.ndarray,
 ) -> None:
-    """Add what the rows of _give_means() contribute to the gradient of the values."""
-    if not are_possible(options, lse.shape[-1], dv.shape[-3]):
+    """Add what the rows of _give_means() contribute to the gradient of the values, heads first."""
+    if not are_possible(options, lse.shape[-1], dv.shape[-2]):
         return
-    group = lse.shape[-2] // max(1, dv.shape[-2])
     for (*batch, head), rows, weights in empty_rows(options, operands, lse):
-        of_head = dv[(*batch, slice(None), head // group)]
+        of_head = dv[(*batch, head * dv.shape[-3] // lse.shape[-2])]
         of_head[...] = of_head + weights.T @ dout[(*batch, head, rows)].astype(lse.dtype)
 
 

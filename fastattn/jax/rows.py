@@ -7,6 +7,7 @@ hidden by a bias of -inf stay at -inf, and so do not count; if there are no othe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ def _is_empty_band(left: int | None, right: int | None) -> bool:
 
 def empty_rows(
     options: Options, operands: dict[str, np.ndarray], lse: np.ndarray
-) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[tuple[Any, ...], np.ndarray, np.ndarray]]:
     """Yield (batch and head, rows, weights) for the rows whose lse is -inf, a few at a time.
 
     weights : (rows, seqlen_k) dtype of lse

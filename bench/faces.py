@@ -1,0 +1,108 @@
+"""What a face costs on top of the core: the same call through both, on the same memory.
+
+python bench/faces.py
+python bench/faces.py --only 'jax*' --rounds 21
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import repository
+from rich.table import Table
+
+import fastattn
+from fastattn.benchmark import contest
+from fastattn.commands import terminal
+
+# (batch, tokens, heads, head_dim) of a call with almost nothing to compute, and of small ones
+SHAPES = ((1, 1, 1, 16), (1, 16, 4, 64), (1, 128, 4, 64))
+Call = Callable[[], Any]
+Pair = tuple[Call, Call]  # through the face, and the core alone
+
+
+def inputs(shape: tuple[int, ...]) -> list[np.ndarray]:
+    """q, k and v, tokens before heads."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
+
+
+def core(arrays: list[np.ndarray]) -> Call:
+    q, k, v = (a.swapaxes(1, 2) for a in arrays)
+    return lambda: fastattn.attention(q, k, v, causal=True, align="top_left").swapaxes(1, 2)
+
+
+def jax_eager(shape: tuple[int, ...]) -> Pair:
+    import jax.numpy as jnp
+
+    from fastattn.jax import dot_product_attention
+
+    arrays = [jnp.asarray(a) for a in inputs(shape)]
+    alone = core([np.asarray(a) for a in arrays])
+    return lambda: dot_product_attention(*arrays, is_causal=True).block_until_ready(), alone
+
+
+def jax_jit(shape: tuple[int, ...]) -> Pair:
+    import jax
+    import jax.numpy as jnp
+
+    from fastattn.jax import dot_product_attention
+
+    arrays = [jnp.asarray(a) for a in inputs(shape)]
+    alone = core([np.asarray(a) for a in arrays])
+    compiled = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True))
+    return lambda: compiled(*arrays).block_until_ready(), alone
+
+
+def jax_callback(shape: tuple[int, ...]) -> Pair:
+    """What fastattn.jax does not use: the core as a jax.pure_callback."""
+    import jax
+    import jax.numpy as jnp
+
+    def attention(*arrays: Any) -> np.ndarray:
+        return core([np.asarray(a) for a in arrays])()
+
+    arrays = [jnp.asarray(a) for a in inputs(shape)]
+    alone = core([np.asarray(a) for a in arrays])
+    like = jax.ShapeDtypeStruct(shape, np.float32)
+    compiled = jax.jit(lambda q, k, v: jax.pure_callback(attention, like, q, k, v))
+    return lambda: compiled(*arrays).block_until_ready(), alone
+
+
+FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
+    "jax": jax_eager,
+    "jax, jit": jax_jit,
+    "jax, pure_callback": jax_callback,
+}
+
+
+def measure(face: Call, alone: Call, rounds: int) -> tuple[float, float]:
+    """Microseconds of both, medians over rounds in turn. Raises AssertionError if they disagree."""
+    np.testing.assert_allclose(np.asarray(face()), alone(), rtol=0, atol=1e-5)
+    found = contest.paired(face, alone, rounds)
+    through, plain = (1e6 * float(np.median(seconds)) for seconds in found)
+    return through, plain
+
+
+def main() -> None:
+    parser = repository.parser(__doc__)
+    parser.add_argument("--only", default="*", help="faces or patterns, comma-separated")
+    parser.add_argument("--rounds", type=terminal.count, default=9, help="default 9")
+    options = parser.parse_args()
+    table = Table("face", "batch × tokens × heads × head_dim", "face µs", "core µs", "added µs")
+    patterns = options.only.split(",")
+    for name, make in FACES.items():
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            continue
+        for shape in SHAPES:
+            through, alone = measure(*make(shape), options.rounds)
+            cells = (f"{number:.1f}" for number in (through, alone, through - alone))
+            table.add_row(name, " × ".join(map(str, shape)), *cells)
+    terminal.console().print(table)
+
+
+if __name__ == "__main__":
+    main()
