@@ -44,6 +44,28 @@ def test_nested_call_runs_on_its_own_thread():
     assert inner == [True]
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_caller_waits_only_for_what_is_not_done(done):
+    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work():
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            release.wait(20)
+            ended.set()
+
+    def is_done():
+        assert begun.wait(20)
+        if not done:
+            threading.Timer(0.1, release.set).start()
+        return done
+
+    threads.run_on_threads(work, 2, is_done)
+    assert ended.is_set() != done
+    release.set()
+    assert ended.wait(20)
+
+
 def test_shares_that_have_not_begun_are_withdrawn():
     """All pool threads are busy: the caller does everything, waits for nobody."""
     assert_pool_works()

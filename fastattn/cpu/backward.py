@@ -40,7 +40,7 @@ from .fields import (
 from .forward import read_ranges
 from .job import DONE, ITEM_SIZE
 from .masking import mask_block, scores_block, visible_span
-from .memory import at, load_acquire, pointer_to, store_release
+from .memory import at, load_acquire, pause, pointer_to, store_release
 from .microkernel import pack_k, panel_product, tile_shape
 from .registers import ITEMSIZE, jit
 from .simd import operations
@@ -210,11 +210,17 @@ def products_of_pair(variant: Variant, unit: VectorUnit):
     return run
 
 
-@jit
-def wait_for(progress, m_block):
-    """Return once the item before has added to this block of rows."""
-    while load_acquire(progress) <= m_block:
-        pass
+@functools.cache
+def waiting(unit: VectorUnit):
+    """Kernel: return once the item before has added to this block of rows."""
+    relax = pause(unit)
+
+    @jit
+    def wait_for(progress, m_block):
+        while load_acquire(progress) <= m_block:
+            relax()
+
+    return wait_for
 
 
 @functools.cache
@@ -264,7 +270,7 @@ def key_block(variant: Variant, unit: VectorUnit):
     pack_rows = gradient_rows.pack_rows(variant, lanes)
     to_scores, multiply = scores_of_pair(variant, unit), products_of_pair(variant, unit)
     add_queries = gradient_rows.add_to_queries(variant, lanes)
-    finish = gradient_rows.write_keys(variant, lanes)
+    finish, wait_for = gradient_rows.write_keys(variant, lanes), waiting(unit)
 
     @jit
     def run(job, item, n_block, progress, places):
@@ -312,6 +318,7 @@ def key_block(variant: Variant, unit: VectorUnit):
 def backward_kernel(variant: Variant, unit: VectorUnit):
     """Return the kernel: draw work items until none is left; see cpu/job.py for its argument."""
     do_block, real = key_block(variant, unit), pointer_to(variant.dtype)
+    wait_for = waiting(unit)
 
     @jit
     def run(job, number, scratch):
@@ -333,4 +340,4 @@ def backward_kernel(variant: Variant, unit: VectorUnit):
                 wait_for(at(progress, -1), DONE - 1)
             store_release(progress, DONE)
 
-    return drawing_items(run)
+    return drawing_items(run, unit)

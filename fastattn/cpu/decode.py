@@ -44,4 +44,4 @@ def combine_kernel(variant: Variant, unit: VectorUnit):
             fold(acc, row_max, row_sum, part, part[acc_stride], part[acc_stride + 1], acc_stride)
         finish(job, item, row, 1, acc, row_max, row_sum)
 
-    return drawing_items(combine_row)
+    return drawing_items(combine_row, unit)

@@ -6,8 +6,9 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from ..machine import VectorUnit
 from .job import FLOATS, OFFSET
-from .memory import address, fetch_add, pointer_to
+from .memory import address, at, fetch_add, load_acquire, pause, pointer_to
 from .registers import FLOAT, I64, jit
 
 # A work item's own numbers, ITEM_SIZE int64s at the start of its thread's scratch.
@@ -22,6 +23,7 @@ FIRST_BIAS = 7  # where they start in mask and bias
 FIRST_QUERY = 8  # where the queries start in q, out and lse
 
 INTEGERS = pointer_to("int64")
+PATIENCE = 1 << 12  # pauses, of 10 to 40 ns each: about the time that being woken by another takes
 
 
 @intrinsic(prefer_literal=True)
@@ -39,18 +41,32 @@ def field(typingctx, job, name):
     return kind(job, name), codegen
 
 
-def drawing_items(do_item):
+def drawing_items(do_item, unit: VectorUnit):
     """Return the kernel that draws work items and does them, do_item(job, number, scratch), until
-    none is left (0) or `quota` of them are done (1).
+    none is left (0) or `quota` of them are done (1). With a quota of 0 it waits a while for other
+    threads to do theirs: 0 if all items are done.
     """
+    relax = pause(unit)
+
+    @jit
+    def wait(done, num_items):
+        for _ in range(PATIENCE):
+            if load_acquire(done) >= num_items:
+                return 0
+            relax()
+        return 1
 
     def kernel(job, scratch, quota):
         counter, num_items = INTEGERS(field(job, "counter")), field(job, "num_items")
+        done = at(counter, 1)
+        if quota == 0:
+            return wait(done, num_items)
         while quota > 0:
             number = fetch_add(counter, 1)
             if number >= num_items:
                 return 0
             do_item(job, number, address(scratch))
+            fetch_add(done, 1)
             quota -= 1
         return 1
 

@@ -388,4 +388,4 @@ def work_item(variant: Variant, unit: VectorUnit):
 
 def forward_kernel(variant: Variant, unit: VectorUnit):
     """Return the kernel: draw work items until none is left; see cpu/job.py for its argument."""
-    return drawing_items(work_item(variant, unit))
+    return drawing_items(work_item(variant, unit), unit)

@@ -42,7 +42,7 @@ FIELDS = (
     "num_items",
     "changes_scores",  # 1 if a bias, softcap or ALiBi is to be applied to scores, else 0
     "bias_kind",  # how the bias is stored: see BIAS_KINDS
-    "counter",  # address of the int64 from which threads draw work items
+    "counter",  # address of two int64: items that threads have drawn, items that are done
     "lse",  # address of (*lse.shape, 2): base-2 reference and sum of each row, or 0
     "lse_batch",  # its strides, in rows
     "lse_head",
@@ -85,6 +85,7 @@ LOG2_E = 1.4426950408889634  # 1 / ln 2: kernels work in base 2
 LN_2 = 0.6931471805599453
 LINE = 64  # bytes of a cache line
 NO_MORE = 1 << 62  # a counter past every item
+Counter = ctypes.c_int64 * 2  # how many items threads have drawn, and how many they have done
 DONE = 1 << 62  # progress of an item that has come to its end
 ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
 # Registers of scratch for products.few_scores() and masking.mask_row()

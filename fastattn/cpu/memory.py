@@ -9,6 +9,7 @@ from numba.core import cgutils, types
 from numba.core.datamodel import PrimitiveModel, register_default
 from numba.extending import intrinsic
 
+from ..machine import NEON, VectorUnit
 from .registers import I32, I64, NUMBA, STORED, from_storage, to_storage
 
 
@@ -71,10 +72,10 @@ def prefetch(typingctx, pointer, index):
 
 @intrinsic
 def fetch_add(typingctx, pointer, value):
-    """Add to *pointer atomically; return what it held before."""
+    """Add to *pointer atomically, after all that this thread wrote; return what it held before."""
 
     def codegen(context, builder, sig, args):
-        return builder.atomic_rmw("add", args[0], args[1], "monotonic")
+        return builder.atomic_rmw("add", args[0], args[1], "acq_rel")
 
     return types.int64(types.CPointer(types.int64), types.int64), codegen
 
@@ -98,6 +99,26 @@ def store_release(typingctx, pointer, value):
         return context.get_dummy_value()
 
     return types.void(types.CPointer(types.int64), types.int64), codegen
+
+
+@functools.cache
+def pause(unit: VectorUnit):
+    """Intrinsic: tell the processor that this thread waits in a loop, so that another on the same
+    core gets its share.
+    """
+    name, numbers = ("llvm.aarch64.hint", [1]) if unit == NEON else ("llvm.x86.sse2.pause", [])
+
+    @intrinsic
+    def wait(typingctx):
+        def codegen(context, builder, sig, args):
+            values = [ir.Constant(I32, n) for n in numbers]
+            kind = ir.FunctionType(ir.VoidType(), [I32] * len(values))
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    return wait
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from ctypes import Array, addressof, c_int64
+from ctypes import Array, addressof
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from .job import (
     NO_MORE,
     PLACE,
     SPARE_REGISTERS,
+    Counter,
     Job,
     aux_table,
     pack,
@@ -215,7 +216,7 @@ def _job(
 
 def _draw(plan: Plan, prepared: _Prepared, job: Array, keep: tuple[Any, ...]) -> None:
     """Run the job on the plan's threads; `keep` is all that it reaches."""
-    counter = c_int64()
+    counter = Counter()
     job[PLACE["counter"]] = addressof(counter)
     if prepared.combine is None:
         share = Share(prepared.forward, job, counter, prepared.scratch_bytes, keep)
@@ -226,9 +227,10 @@ def _draw(plan: Plan, prepared: _Prepared, job: Array, keep: tuple[Any, ...]) ->
     job[PLACE["partial"]] = address(partial)
     share = Share(prepared.forward, job, counter, prepared.scratch_bytes, (keep, partial))
     share.run(plan.num_threads, prepared.items_per_call)
-    counter.value = 0
-    job[PLACE["num_items"]] = prepared.num_rows
-    share = share._replace(kernel=prepared.combine)
+    # A job of its own: another thread may still be on its way out of the first.
+    job, counter = Job.from_buffer_copy(job), Counter()
+    job[PLACE["counter"]], job[PLACE["num_items"]] = addressof(counter), prepared.num_rows
+    share = share._replace(kernel=prepared.combine, job=job, counter=counter)
     share.run(plan.num_threads, prepared.num_rows)
 
 
@@ -316,7 +318,7 @@ class Share(NamedTuple):
 
     kernel: compile.Kernel
     job: Array
-    counter: c_int64
+    counter: Array  # a Counter
     scratch_bytes: int
     keep: tuple[Any, ...]
 
@@ -330,13 +332,17 @@ class Share(NamedTuple):
                 while self.kernel(addressof(self.job), place, items_per_call):
                     pass
             except BaseException:  # an interrupt: the other threads need not finish the job
-                self.counter.value = NO_MORE
+                self.counter[0] = NO_MORE
                 raise
 
         if num_threads == 1:
             work()
         else:
-            threads.run_on_threads(work, num_threads)
+            threads.run_on_threads(work, num_threads, self.is_done)
+
+    def is_done(self) -> bool:
+        """Wait a while; return whether all items are done."""
+        return not self.kernel(addressof(self.job), 0, 0)
 
 
 def _scratch(nbytes: int) -> np.ndarray:

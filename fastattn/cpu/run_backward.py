@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from ctypes import addressof, c_int64
+from ctypes import addressof
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 from ..machine import VectorUnit
 from ..problem import Gradients, Operands, Plan, Problem, Variant
 from . import compile
-from .job import ITEM_SIZE, LINE, pack_gradients
+from .job import ITEM_SIZE, LINE, Counter, pack_gradients
 from .layout import address, layouts
 from .run import FLOP_PER_CALL, Share, extras, lanes_of, score_fields, sizes_of
 
@@ -94,7 +94,7 @@ def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) 
     heads, n_blocks = prepared.heads, prepared.n_blocks
     shared, num_threads = _sharing(gradients, plan)
     heads_per_item = heads if shared else 1
-    counter, progress = c_int64(), np.zeros((heads, n_blocks), np.int64)
+    counter, progress = Counter(), np.zeros((heads, n_blocks), np.int64)
     dalibi = None
     if gradients.dalibi is not None:
         dalibi = np.zeros((*gradients.dalibi.shape, n_blocks))

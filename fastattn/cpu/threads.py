@@ -101,15 +101,20 @@ class _Share:
             self._ended = True
             self._lock.release()
 
+    def withdraw(self) -> bool:
+        """By the caller: let the share not begin any more; return whether it had not."""
+        self._claims.append("caller")
+        if self._claims[0] != "caller":
+            return False
+        self.work = int  # the queue may keep the share for a while, but not what it works on
+        return True
+
     def settle(self) -> None:
         """By the caller: withdraw the share if it has not begun, else wait for its end.
 
         An interrupt may come between any two steps; calling again is right after each.
         """
-        self._claims.append("caller")
-        if self._claims[0] == "caller":
-            self.work = int  # the queue may keep the share for a while, but not what it works on
-        elif not self._ended:
+        if not self.withdraw() and not self._ended:
             self._lock.acquire()
 
 
@@ -183,9 +188,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def run_on_threads(work: Callable[[], object], count: int) -> None:
+def run_on_threads(
+    work: Callable[[], object], count: int, is_done: Callable[[], bool] | None = None
+) -> None:
     """Run work() on up to `count` threads at once, this one included, and return when every run has
     ended: also if one raises, and if Ctrl-C interrupts the wait.
+
+    is_done() is asked after this thread's run, and should wait a little where others still work: if
+    all is done, nobody waits for their ends (some 30 us), nor hears of their errors.
 
     work() must share out its items through a counter, so that fewer runs than `count` also finish
     the job: calls from inside the pool and calls while the interpreter shuts down run on the
@@ -197,6 +207,9 @@ def run_on_threads(work: Callable[[], object], count: int) -> None:
         if count > 1 and not getattr(_nested, "inside", False):
             _share_out(work, count - 1, shares)
         work()
+        if shares and is_done is not None and is_done():
+            while shares:
+                shares.pop().withdraw()
     finally:
         _settle(shares)
     for share in shares:
