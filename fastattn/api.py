@@ -42,6 +42,7 @@ def attention(
     q_len: ArrayLike | None = None,
     kv_len: ArrayLike | None = None,
     kv_start: ArrayLike | None = None,
+    block_table: ArrayLike | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     aux: tuple[Any, ...] = (),
@@ -86,6 +87,11 @@ def attention(
         A batch entry has query rows i < q_len and keys from kv_start to kv_len, not included;
         others are never read. In all of the above, seqlen_q and seqlen_k are then their numbers and
         j counts from kv_start; only mask and bias keep the index of the array.
+    block_table : (max_pages,) ints, or ints (..., max_pages) that broadcast with the batch of q
+        k and v are then pages, (num_pages, heads_kv, page_size, dim), of any strides: key j of a
+        batch entry is row j % page_size of page block_table[..., j // page_size], and seqlen_k is
+        max_pages * page_size. Pages are read where they lie. Entries that hold no key from kv_start
+        to kv_len are never looked at. One page for each entry chooses rows of a cache.
     score_mod : function (score, b, h, i, j, aux) -> score
         Applied to the scores after softcap, before bias and alibi; a score of -inf hides the key.
         b is the place in the batch, h the query head, i and j the row and key as mask and bias
@@ -135,11 +141,13 @@ def attention(
         q, k, v = array_view("q", q), array_view("k", k), array_view("v", v)
     arrays: Any = (q, k, v)
     key = None
-    no_arrays = bias is mask is alibi is sinks is q_len is kv_len is kv_start is out is None
+    no_arrays = bias is mask is alibi is sinks is out is None
+    no_lengths = q_len is kv_len is kv_start is block_table is None
     no_modifiers = score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux
     no_dropout = type(dropout_p) is float and dropout_p == 0
     on_host = given is q or not is_device_view(q)
-    if on_host and no_arrays and no_modifiers and no_dropout and return_lse is False:
+    plain = no_arrays and no_lengths and no_modifiers and no_dropout
+    if on_host and plain and return_lse is False:
         options = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed, backend)
         key = repeat.key_of(arrays, options, window)
         known = repeat.find(key)
@@ -164,6 +172,7 @@ def attention(
         q_len=q_len,
         kv_len=kv_len,
         kv_start=kv_start,
+        block_table=block_table,
         score_mod=score_mod,
         mask_mod=mask_mod,
         aux=aux,
@@ -203,6 +212,7 @@ def attention_varlen(
     sinks: ArrayLike | None = None,
     kv_len: ArrayLike | None = None,
     kv_start: ArrayLike | None = None,
+    block_table: ArrayLike | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
     aux: tuple[Any, ...] = (),
@@ -222,6 +232,8 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k : (batch + 1,) ints
         Member b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and so for k and v. From 0 to
         the number of tokens; members may be empty.
+    block_table : (batch, max_pages) ints
+        k and v are then pages, as in attention(); cu_seqlens_k says how many keys members have.
     others : as in attention(), where the batch is that of the members
         Modifiers get i and j within the member; a block mask has the sizes of the longest.
 
@@ -251,6 +263,7 @@ def attention_varlen(
         sinks=sinks,
         kv_len=kv_len,
         kv_start=kv_start,
+        block_table=block_table,
         score_mod=score_mod,
         mask_mod=mask_mod,
         aux=aux,

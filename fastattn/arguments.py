@@ -242,8 +242,8 @@ def _table(lead: tuple[int, ...], columns: tuple[np.ndarray, ...]) -> np.ndarray
     return table.reshape(-1, len(columns))
 
 
-def cumulative_of(name: str, value: Any, tokens: int) -> np.ndarray:
-    """Return cumulative lengths as int64: from 0 to `tokens`, never decreasing."""
+def cumulative_of(name: str, value: Any, tokens: int | None) -> np.ndarray:
+    """Return cumulative lengths as int64: from 0 to `tokens`, if given, never decreasing."""
     given = integers(name, "an array of ints", value)
     if given.ndim != 1 or not given.size or given[0] != 0:
         raise ValueError(f"{name} must have one axis and start at 0, got {given.tolist()}")
@@ -251,6 +251,8 @@ def cumulative_of(name: str, value: Any, tokens: int) -> np.ndarray:
     if len(falls):
         before, after = given[falls[0]], given[falls[0] + 1]
         raise ValueError(f"{name} must not decrease, got {before} before {after}")
-    if given[-1] != tokens:
+    if tokens is None and given[-1] > NO_LIMIT:
+        raise ValueError(f"{name} must end at 2**40 or before, got {given[-1]}")
+    if tokens is not None and given[-1] != tokens:
         raise ValueError(f"{name} must end at the number of tokens, {tokens}, got {given[-1]}")
     return given.astype(np.int64)

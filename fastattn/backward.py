@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 # Keywords of attention() that make no sense here.
-FOREIGN = ("return_lse", "out", "backend")
+FOREIGN = ("block_table", "return_lse", "out", "backend")
 
 
 @passing_keywords_to(attention, *FOREIGN)

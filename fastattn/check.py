@@ -38,6 +38,7 @@ from .arrays import (
     slopes_of,
 )
 from .kinds import new_array
+from .paging import check_pages, longest, packed_table, share_batch, table_of, used_pages
 from .problem import Operands, Problem, Variant
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def check(
     q_len: Any = None,
     kv_len: Any = None,
     kv_start: Any = None,
+    block_table: Any = None,
     return_lse: Any = False,
     out: np.ndarray | None = None,
     names: Names = NAMES,
@@ -83,25 +85,37 @@ def check(
     """
     q, k, v = operands_of(names, q, k, v)
     has_heads = q.ndim > 2 or k.ndim > 2 or v.ndim > 2
-    q, k, v = share_leading_dimensions(names, q, k, v)
+    if block_table is None:
+        q, k, v = share_leading_dimensions(names, q, k, v)
+        seqlen_k = k.shape[-2]
+    else:
+        check_pages(names, k, v)
+        q, block_table = share_batch(names, q, table_of(block_table))
+        seqlen_k = block_table.shape[-1] * k.shape[-2]
+        kv_len, fold = seqlen_k if kv_len is None else kv_len, False
     check_sizes(names, q.shape, k.shape, v.shape)
-    rows, lead, seqlen_q, seqlen_k = q.shape[:-1], q.shape[:-3], q.shape[-2], k.shape[-2]
+    rows, lead, seqlen_q = q.shape[:-1], q.shape[:-3], q.shape[-2]
     if mask is not None or bias is not None:
         mask, bias = _masks(names, mask, bias, (*rows, seqlen_k), has_heads)
     inputs = q, k, v, mask, bias
     check_places(names, q, zip(names, inputs, strict=False))
     spans = lengths_of(lead, seqlen_q, seqlen_k, align, q_len, kv_len, kv_start, fold)
     ranges, start, stop, offset = spans
+    if block_table is not None and ranges is not None:
+        block_table = used_pages(block_table, ranges, *k.shape[::2])
+        stop, offset = longest(ranges), longest(ranges) - seqlen_q
     of_call = (lead, seqlen_q, stop - start, offset, start, seqlen_k)
-    causal = flag(names.causal, causal)
-    problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, causal, **others)
+    flags = flag(names.causal, causal), block_table is not None
+    problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, *flags, **others)
     out = _output(out, (*rows, v.shape[-1]), has_heads, names, inputs, modifying)
     lse = None
     if flag("return_lse", return_lse):
         lse = new_array(q, rows, problem.variant.dtype)
-    if stop - start < seqlen_k:
+    if ranges is None and stop - start < seqlen_k:
         k, v, mask, bias = _cut(k, v, mask, bias, slice(start, stop))
-    operands = Operands(q, k, v, mask, bias, out, lse, alibi, sinks, ranges)
+    operands = Operands(
+        q, k, v, mask, bias, out, lse, alibi, sinks, ranges, block_table=block_table
+    )
     return problem, _with_modifying(operands, modifying)
 
 
@@ -116,6 +130,7 @@ def check_packed(
     align: Any = "bottom_right",
     kv_len: Any = None,
     kv_start: Any = None,
+    block_table: Any = None,
     return_lse: Any = False,
     out: np.ndarray | None = None,
     **others: Any,
@@ -124,26 +139,33 @@ def check_packed(
 
     The views are (1, heads, tokens, dim), members one after another: see Operands.starts.
     """
-    tokens = operands_of(NAMES, q, k, v)
-    for name, a in zip("qkv", tokens, strict=True):
-        if a.ndim != 3:
-            raise ValueError(f"{name} must have shape (tokens, heads, dim), got {a.shape}")
-    q, k, v = inputs = [a.swapaxes(0, 1)[None] for a in tokens]
+    paged = block_table is not None
+    q, k, v = inputs = _packed(operands_of(NAMES, q, k, v), paged)
     check_places(NAMES, q, zip(NAMES, inputs, strict=False))
+    if paged:
+        check_pages(NAMES, k, v)
     check_sizes(NAMES, q.shape, k.shape, v.shape)
-    edges_q, edges_k = _edges(cu_seqlens_q, cu_seqlens_k, q.shape[-2], k.shape[-2])
+    edges_q = cumulative_of("cu_seqlens_q", cu_seqlens_q, q.shape[-2])
+    edges_k = cumulative_of("cu_seqlens_k", cu_seqlens_k, None if paged else k.shape[-2])
+    _check_same_batch(edges_q, edges_k)
     lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
     ranges = packed_lengths_of(lengths_q, lengths_k, align, kv_len, kv_start)
+    if paged:
+        table = packed_table(block_table, lengths_k, k.shape[2])
+        block_table = used_pages(table, ranges, *k.shape[::2])
+        edges_k = np.zeros_like(edges_k)  # keys count from the first page of a member
     seqlen_q, seqlen_k = int(lengths_q.max(initial=0)), int(lengths_k.max(initial=0))
     of_call = (lengths_q.shape, seqlen_q, seqlen_k, seqlen_k - seqlen_q, 0, seqlen_k)
-    causal = flag("causal", causal)
-    problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, causal, **others)
+    flags = flag("causal", causal), paged
+    problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, *flags, **others)
     shape = (q.shape[2], q.shape[1], v.shape[3])
     out = _output(out, shape, True, NAMES, inputs, modifying).swapaxes(0, 1)[None]
     has_lse = flag("return_lse", return_lse)
     lse = new_array(q, out.shape[:-1], problem.variant.dtype) if has_lse else None
     starts = np.stack([edges_q[:-1], edges_k[:-1]], axis=1)
-    operands = Operands(q, k, v, None, None, out, lse, alibi, sinks, ranges, starts)
+    operands = Operands(
+        q, k, v, None, None, out, lse, alibi, sinks, ranges, starts, block_table=block_table
+    )
     return problem, _with_modifying(operands, modifying)
 
 
@@ -172,15 +194,19 @@ def _cut(
     return k[..., keys, :], v[..., keys, :], mask, bias
 
 
-def _edges(
-    cu_seqlens_q: Any, cu_seqlens_k: Any, tokens_q: int, tokens_k: int
-) -> tuple[np.ndarray, np.ndarray]:
-    edges_q = cumulative_of("cu_seqlens_q", cu_seqlens_q, tokens_q)
-    edges_k = cumulative_of("cu_seqlens_k", cu_seqlens_k, tokens_k)
+def _packed(arrays: list[np.ndarray], paged: bool) -> list[np.ndarray]:
+    """Return q, k and v as views (1, heads, tokens, dim); k and v as they are if on pages."""
+    for name, a in zip("q" if paged else "qkv", arrays, strict=False):
+        if a.ndim != 3:
+            raise ValueError(f"{name} must have shape (tokens, heads, dim), got {a.shape}")
+    views = [a.swapaxes(0, 1)[None] for a in arrays[: 1 if paged else 3]]
+    return views + arrays[len(views) :]
+
+
+def _check_same_batch(edges_q: np.ndarray, edges_k: np.ndarray) -> None:
     if len(edges_q) != len(edges_k):
         rule = "cu_seqlens_q and cu_seqlens_k must have the same length"
         raise ValueError(f"{rule}, got {len(edges_q)} and {len(edges_k)}")
-    return edges_q, edges_k
 
 
 def _output(
@@ -217,6 +243,7 @@ def _problem_of(
     ranges: np.ndarray | None,
     of_call: tuple[tuple[int, ...], int, int, int, int, int],
     causal: bool,
+    paged: bool,
     *,
     scale: Any = None,
     window: Any = (None, None),
@@ -248,7 +275,7 @@ def _problem_of(
     sizes = (batch, heads_q, v.shape[-3], seqlen_q, seqlen_k, head_dim, v.shape[-1])
     numbers: tuple[Any, ...] = (scale_of(scale, head_dim, dtype), offset, left, right)
     numbers += (chunk_of(chunk), softcap_of(softcap, dtype), *dropout_of(dropout_p, dropout_seed))
-    variant: tuple[Any, ...] = (dtype, storage)
+    variant: tuple[Any, ...] = (dtype, storage, paged)
     scores = (batch, heads_q, seqlen_q, all_keys)
     modifying = _modifying(score_mod, mask_mod, aux, block_mask, scores)
     if modifying is not None:

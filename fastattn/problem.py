@@ -24,6 +24,7 @@ class Variant:
 
     dtype: str  # of scores, sums and lse: "float32" or "float64"
     storage: str  # of q, k, v and out in memory: dtype, or "float16", "bfloat16" for float32
+    paged: bool = False  # keys lie on pages: Operands.block_table
     score_mod: Modifier | None = None  # applied to scores after softcap, before bias and ALiBi
     mask_mod: Modifier | None = None  # hides keys
     score_mod_grad: Modifier | None = None  # d score_mod / d score; None where it is 1
@@ -114,6 +115,10 @@ class Operands(NamedTuple):
     Packed calls have `starts`, and the leading dimensions of q, k, v, out and lse are then (1,):
     row i of batch entry b is row starts[b, 0] + i of q, out and lse, key j is row starts[b, 1] + j
     of k and v. Rows at and past its q_len belong to others, and are not to be written.
+
+    Paged calls have `block_table`, `ranges`, and k and v of (num_pages, heads_kv, page_size, dim):
+    key j of batch entry b is row j % page_size of page block_table[b, j // page_size], whatever the
+    leading dimensions. Entries of the table that hold no key of `ranges` may be anything.
     """
 
     q: np.ndarray  # (*lead, heads_q, seqlen_q, head_dim)
@@ -139,6 +144,7 @@ class Operands(NamedTuple):
     # (batch, heads_q, query blocks, key blocks) uint8, stride 0 where broadcast: BlockMask.kinds.
     # Variant.mask_mod needs to be run in partial blocks only.
     block_mask: np.ndarray | None = None
+    block_table: np.ndarray | None = None  # (batch, max_pages) int64, C-contiguous: pages of k, v
 
 
 class Gradients(NamedTuple):

@@ -85,9 +85,26 @@ class Member(NamedTuple):
 
 def members(problem: Problem, operands: Operands) -> Iterator[tuple[Problem, Slots]]:
     """Yield problems without ranges, and their slots: the whole batch, or one of it at a time."""
-    slots = _grouped(problem, operands, leading(problem, operands))
-    for one, member in spans(problem, operands):
+    lead, tables = leading(problem, operands), operands.block_table
+    slots = _grouped(problem, operands, lead)
+    for b, (one, member) in enumerate(spans(problem, operands)):
+        if member is not None and tables is not None:
+            slots = _grouped(problem, _off_pages(operands, tables[b], member.keys), lead)
         yield one, slots if member is None else _member(slots, member)
+
+
+def _off_pages(operands: Operands, table: np.ndarray, keys: slice) -> Operands:
+    """Return operands with these keys and values of one batch entry, where its slots look for them,
+    and 0 before.
+    """
+    found = []
+    j = np.arange(keys.start, keys.stop)
+    for pages in (operands.k, operands.v):
+        _, heads, size, dim = pages.shape
+        rows = np.zeros((heads, keys.stop, dim), pages.dtype)
+        rows[:, keys] = pages[table[j // size], :, j % size].swapaxes(0, 1)
+        found.append(np.broadcast_to(rows, operands.q.shape[:-3] + rows.shape))
+    return operands._replace(k=found[0], v=found[1])
 
 
 def leading(problem: Problem, operands: Operands) -> tuple[int, ...]:

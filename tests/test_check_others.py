@@ -234,6 +234,6 @@ def test_signatures_show_the_keywords_that_are_passed_on():
     assert explain.parameters["window"] == attention["window"]
     assert explain.return_annotation == "Plan"
     weights = inspect.signature(fastattn.attention_weights).parameters
-    missing = {"v", "out", "return_lse", "dropout_p", "dropout_seed", "backend"}
+    missing = {"v", "block_table", "out", "return_lse", "dropout_p", "dropout_seed", "backend"}
     assert set(weights) == (set(attention) | {"rows"}) - missing
     assert fastattn.explain.__doc__.startswith("Return how attention()")

@@ -32,18 +32,18 @@ from .fields import (
     KEYS,
     OFFSET_IN_KEYS,
     ROW,
-    batch_offset,
     drawing_items,
     field,
     high_key,
     low_key,
     next_row,
 )
-from .job import ITEM_SIZE
+from .job import ITEM_SIZE, ROWS_AFTER
 from .masking import mask_block, scores_block, visible_span
 from .memory import address, at, pointer_to
 from .microkernel import pack_k, pack_v, tile_shape
 from .overflow import mark_overflow
+from .pages import key_rows
 from .random import row_key
 from .registers import ITEMSIZE, jit
 from .softmax import drop_row, merge, row_update
@@ -138,10 +138,10 @@ def key_block(variant: Variant, unit: VectorUnit):
     nr = tile_shape(unit)[1] * lanes
     pack_keys, pack_values = pack_k(dtype, unit, storage), pack_v(dtype, unit, storage)
     score_packed = products.score_block(dtype, unit)
-    score_few = products.few_scores(dtype, unit, storage)
+    score_few = products.few_scores(dtype, unit, storage, variant.paged)
     change, apply_mask = scores_block(variant, lanes), mask_block(variant, lanes)
     fold, mark_lost = softmax_block(variant, unit), mark_overflow(variant, unit)
-    stored, real, as_stored = pointer_to(storage), pointer_to(dtype), storage == dtype
+    find_rows, real, as_stored = key_rows(variant), pointer_to(dtype), storage == dtype
     has_score_mod, has_mask_mod = variant.score_mod is not None, variant.mask_mod is not None
     few_rows = products.FEW_ROWS
 
@@ -174,14 +174,8 @@ def key_block(variant: Variant, unit: VectorUnit):
             low_key(job, bottom) - n_start <= first
             and high_key(job, top, item[KEYS]) - n_start >= last
         )
-        k_row, k_col = field(job, "k_row"), field(job, "k_col")
-        v_row, v_col = field(job, "v_row"), field(job, "v_col")
-        place = item[FIRST_KEY] + n_start + first
-        k_at = batch_offset(field(job, "k_table"), field(job, "k_batch"), item[BATCH])
-        v_at = batch_offset(field(job, "v_table"), field(job, "v_batch"), item[BATCH])
-        k_at += item[HEAD] * field(job, "k_head") + place * k_row
-        v_at += item[HEAD] * field(job, "v_head") + place * v_row
-        k, v = at(stored(field(job, "k")), k_at), at(stored(field(job, "v")), v_at)
+        k_col, v_col = field(job, "k_col"), field(job, "v_col")
+        k, k_row, v, v_row = find_rows(job, item, n_start + first, keys, beyond)
 
         # Packing pays if enough rows use it. Values are also packed where some may be excluded, and
         # where they have to be converted.
@@ -328,7 +322,7 @@ def work_item(variant: Variant, unit: VectorUnit):
     pack_q, clear = rows.pack_q(variant, lanes), rows.clear(dtype, lanes)
     finish, keep = rows.write_rows(variant, lanes), rows.keep_partial(dtype, lanes)
     see_keys, fold = key_block(variant, unit), merge(dtype, lanes)
-    real = pointer_to(dtype)
+    real, tables = pointer_to(dtype), 2 if variant.paged else 0
 
     @jit
     def key_range(job, item, start, stop, q_rows, acc, row_max, row_sum, panels, s):
@@ -348,8 +342,8 @@ def work_item(variant: Variant, unit: VectorUnit):
         block_m, block_n = field(job, "block_m"), field(job, "block_n")
         acc_stride, group = field(job, "acc_stride"), field(job, "group")
         split_n, num_splits = field(job, "split_n"), field(job, "num_splits")
-        # scratch: item, q_rows, acc, later acc, their states, packed keys and values, scores
-        q_rows = real(scratch + 8 * ITEM_SIZE)
+        # scratch: item, tables, q_rows, acc, later acc, their states, packed keys, values, scores
+        q_rows = real(scratch + 8 * (ITEM_SIZE + tables * (block_n + ROWS_AFTER)))
         acc = at(q_rows, block_m * field(job, "head_dim"))
         later = at(acc, block_m * acc_stride)
         row_max = at(later, block_m * acc_stride)

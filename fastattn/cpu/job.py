@@ -52,6 +52,11 @@ FIELDS = (
     "sinks",  # address of (heads_q,)
     "ranges",  # address of (batch, 4) int64: Operands.ranges, or 0
     "starts",  # address of (batch, 2) int64: Operands.starts, or 0
+    "block_table",  # address of (batch, max_pages) int64: Operands.block_table
+    "max_pages",
+    "page_size",  # keys of a page
+    "k_page",  # strides from page to page
+    "v_page",
     "first_key",  # what modifiers add to a key index
     "score_aux",  # address of aux_table() of the score_mod
     "mask_aux",  # and of the mask_mod
@@ -90,6 +95,8 @@ DONE = 1 << 62  # progress of an item that has come to its end
 ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
 # Registers of scratch for products.few_scores() and masking.mask_row()
 SPARE_REGISTERS = 5
+# Rows after a block of keys that pages.offsets() also finds: the kernels ask for them ahead.
+ROWS_AFTER = 64
 # How a bias is stored, by bias_kind; 0 is no bias.
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
 PLACE = {name: index for index, name in enumerate(FIELDS)}  # in the array that pack() returns

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from ..machine import VectorUnit
 from .job import LINE
-from .memory import at, element_loader, prefetch
+from .memory import at, element_loader, prefetch, row_at, rows_from
 from .registers import (
     FLOAT,
     I64,
@@ -28,6 +28,8 @@ from .registers import (
     from_storage,
     jit,
     load_vector,
+    prefetch_line,
+    row_offset,
     store_vector,
 )
 from .simd import operations
@@ -53,7 +55,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
 
     a  (mr, depth), row stride rs_a, columns contiguous; if transposed, (depth, mr) likewise
     b  (depth, nv * lanes), row stride rs_b, columns contiguous: one packed panel, or rows as they
-       lie
+       lie; or where the table of offsets at rs_b says
     c  (mr, nv * lanes), row stride rs_c, columns contiguous
     accumulate  int64: 0 to overwrite c, else to add to it
 
@@ -72,7 +74,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
         c_at = {
             (m, n): builder.add(builder.mul(number(m), rs_c), number(n * lanes)) for m, n in tile
         }
-        zero = constant(vector, 0.0)
+        zero, is_table = constant(vector, 0.0), isinstance(rs_b.type, ir.PointerType)
         before = builder.block
         loop, done = builder.append_basic_block("depth"), builder.append_basic_block("done")
         builder.cbranch(builder.icmp_signed(">", depth, number(0)), loop, done)
@@ -81,14 +83,21 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
         d = builder.phi(I64)
         row, a_row = builder.phi(b.type), builder.phi(a.type)
         acc = {t: builder.phi(vector) for t in tile}
-        columns = [load_vector(builder, row, number(n * lanes), vector) for n in range(nv)]
+        own_row = builder.gep(b, [row_offset(builder, rs_b, d)]) if is_table else row
+        if is_table:
+            ahead = builder.add(d, number(ROWS_AHEAD))
+            later_row = builder.gep(b, [row_offset(builder, rs_b, ahead)])
+            for place in range(0, nv * lanes, LINE // ITEMSIZE[dtype]):
+                prefetch_line(builder, later_row, number(place))
+        columns = [load_vector(builder, own_row, number(n * lanes), vector) for n in range(nv)]
         new = {}
         for m in range(mr):
             place = builder.gep(a_row, [number(m)]) if transposed else builder.gep(a_rows[m], [d])
             element = broadcast(builder, builder.load(place), lanes)
             for n in range(nv):
                 new[m, n] = call(builder, "fma", [element, columns[n], acc[m, n]])
-        d_next, row_next = builder.add(d, number(1)), builder.gep(row, [rs_b])
+        d_next = builder.add(d, number(1))
+        row_next = row if is_table else builder.gep(row, [rs_b])
         steps = [(d, number(0), d_next), (row, b, row_next), (a_row, a, builder.gep(a_row, [rs_a]))]
         for phi, start, step in steps + [(acc[t], zero, new[t]) for t in tile]:
             phi.add_incoming(start, before)
@@ -113,7 +122,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
     @intrinsic
     def tile_product(typingctx, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
         size = types.int64
-        return types.void(a, size, b, size, c, size, size, size), codegen
+        return types.void(a, size, b, types.unliteral(rs_b), c, size, size, size), codegen
 
     return tile_product
 
@@ -239,13 +248,16 @@ def _transpose_stage(builder, rows, size, inner, lanes):
 
 
 def _load_square(builder, k, rs_k, last, dtype, lanes, storage):
-    """LLVM values: `lanes` rows, rs_k apart, as dtype; rows past the last repeat it."""
-    rows = []
+    """LLVM values: `lanes` rows, rs_k apart, as dtype; rows past the last repeat it. A table of
+    offsets goes on past it.
+    """
+    rows, is_table = [], isinstance(rs_k.type, ir.PointerType)
     for n in range(lanes):
-        number = ir.Constant(I64, n)
-        row = builder.select(builder.icmp_signed("<", number, last), number, last)
+        row = number = ir.Constant(I64, n)
+        if not is_table:
+            row = builder.select(builder.icmp_signed("<", number, last), number, last)
         stored = ir.VectorType(STORED[storage], lanes)
-        value = load_vector(builder, k, builder.mul(row, rs_k), stored)
+        value = load_vector(builder, k, row_offset(builder, rs_k, row), stored)
         rows.append(from_storage(builder, value, storage, dtype))
     return rows
 
@@ -254,8 +266,8 @@ def _load_square(builder, k, rs_k, last, dtype, lanes, storage):
 def transpose_square(dtype: str, lanes: int, storage: str):
     """Intrinsic: panel[d, n] = k[n, d] for lanes x lanes elements, through registers.
 
-    k      of storage type, row n at k + min(n, last) * rs_k, columns contiguous: rows past the last
-           repeat it
+    k      of storage type, rows rs_k apart, columns contiguous: rows past the last repeat it; or a
+           whole square of rows at the offsets that the table rs_k says
     panel  of dtype, row stride rs_panel, columns contiguous
     """
 
@@ -270,7 +282,7 @@ def transpose_square(dtype: str, lanes: int, storage: str):
     @intrinsic
     def run(typingctx, k, rs_k, last, panel, rs_panel):
         size = types.int64
-        return types.void(k, size, size, panel, size), codegen
+        return types.void(k, types.unliteral(rs_k), size, panel, size), codegen
 
     return run
 
@@ -305,7 +317,7 @@ def dot_square(dtype: str, lanes: int, storage: str, rows: int):
     @intrinsic
     def run(typingctx, q, rs_q, k, rs_k, last, part):
         size = types.int64
-        return types.void(q, size, k, size, size, part), codegen
+        return types.void(q, size, k, types.unliteral(rs_k), size, part), codegen
 
     return run
 
@@ -315,8 +327,8 @@ def pack_k(dtype: str, unit: VectorUnit, storage: str):
     """Kernel: keys as panels (ceil(count / nr), head_dim, nr), so that a tile reads nr keys of one
     dim as registers.
 
-    k  (count, head_dim) of storage type, strides rs_k, cs_k. Keys past the last repeat it: finite
-       if it is, and masked by the caller.
+    k  (count, head_dim) of storage type, strides rs_k (or a table of offsets), cs_k. Keys past the
+       last repeat it: finite if it is, and masked by the caller.
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
     nr = tile_shape(unit)[1] * lanes
@@ -328,15 +340,15 @@ def pack_k(dtype: str, unit: VectorUnit, storage: str):
         whole = head_dim // lanes * lanes if cs_k == 1 else 0
         for n in range(0, count, lanes):
             panel = at(panels, n // nr * nr * head_dim + n % nr)
-            row, last = at(k, n * rs_k), count - 1 - n
+            (key, keys), last = rows_from(k, rs_k, n), count - 1 - n
             for d in range(0, whole, lanes):
                 if d % line == 0:
                     for i in range(lanes):
-                        prefetch(row, (ROWS_AHEAD + i) * rs_k + d)
-                transpose(at(row, d), rs_k, last, at(panel, d * nr), nr)
+                        prefetch(row_at(key, keys, ROWS_AHEAD + i), d)
+                transpose(at(key, d), keys, last, at(panel, d * nr), nr)
             for d in range(whole, head_dim):
                 for i in range(lanes):
-                    panel[d * nr + i] = element(row, min(i, last) * rs_k + d * cs_k)
+                    panel[d * nr + i] = element(row_at(key, keys, min(i, last)), d * cs_k)
 
     return run
 
@@ -346,8 +358,8 @@ def pack_v(dtype: str, unit: VectorUnit, storage: str):
     """Kernel: values as panels of nr columns, (block_n, width) each, the last one as wide as it
     needs to be.
 
-    v  (count, head_dim_v) of storage type, strides rs_v, cs_v. Missing columns of the last panel
-       become 0.
+    v  (count, head_dim_v) of storage type, strides rs_v (or a table of offsets), cs_v. Missing
+       columns of the last panel become 0.
     Returns 0 if all values are finite, else 1.
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
@@ -369,9 +381,9 @@ def pack_v(dtype: str, unit: VectorUnit, storage: str):
         check = zero  # stays 0 while all is finite: 0 * inf and 0 * NaN are NaN
         padded = (head_dim_v + lanes - 1) // lanes * lanes
         for n in range(count):
-            row = at(v, n * rs_v)
+            row, ahead = row_at(v, rs_v, n), row_at(v, rs_v, n + ROWS_AHEAD)
             for d in range(0, head_dim_v if cs_v == 1 else 0, line):
-                prefetch(row, ROWS_AHEAD * rs_v + d)
+                prefetch(ahead, d)
             for start in range(0, padded, nr):
                 width = min(nr, padded - start)
                 to = at(panels, start * block_n + n * width)

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..machine import VectorUnit
 from .job import LINE
-from .memory import at, element_loader
-from .microkernel import dot_square, panel_product, product, tile_shape
+from .memory import at, element_loader, prefetch, row_at, rows_from
+from .microkernel import ROWS_AHEAD, dot_square, panel_product, product, tile_shape
 from .registers import ITEMSIZE, jit
 from .simd import operations
 
@@ -47,7 +47,7 @@ def score_block(dtype: str, unit: VectorUnit):
 
 
 @functools.cache
-def few_scores(dtype: str, unit: VectorUnit, storage: str):
+def few_scores(dtype: str, unit: VectorUnit, storage: str, paged: bool = False):
     """Kernel: the same for a few rows, from keys as they lie (contiguous columns).
 
     Reading the keys is all that this costs, and the products take them in an order that no hardware
@@ -55,7 +55,7 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
     line, its values unused. Share of the bandwidth of a plain read loop, one thread, head_dim 128:
     prefetch instructions 0.42, loads 0.90; with four rows 0.41 and 0.58.
 
-    k        first key of the block, rows rs_k apart
+    k        first key of the block, rows rs_k apart, or where this table of offsets says
     keys     how many there are; s is written up to the next multiple of lanes
     beyond   how many may be read, the keys of later blocks included
     part     (FEW_ROWS + 1, lanes) scratch
@@ -67,6 +67,17 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
     four, one = (dot_square(dtype, lanes, storage, rows) for rows in (4, 1))
     scalar, line = getattr(np, dtype), LINE // ITEMSIZE[storage]
     element = element_loader(storage, dtype)
+    distance = ROWS_AHEAD if paged else lanes
+
+    @jit
+    def ask_for(row, start, stop, touched):
+        """Bring a row's lines near."""
+        for c in range(start, stop, line):
+            if paged:
+                prefetch(row, c)
+            else:
+                touched = vmax(touched, load_stored(row, c))
+        return touched
 
     @jit
     def tail(q, head_dim, rows, key, rs_k, last, start, stop, part):
@@ -74,7 +85,7 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
         column = at(part, FEW_ROWS * lanes)
         for d in range(start, stop):
             for i in range(lanes):
-                column[i] = element(key, min(i, last) * rs_k + d)
+                column[i] = element(row_at(key, rs_k, min(i, last)), d)
             for m in range(rows):
                 q_d = splat(q[m * head_dim + d])
                 store(part, m * lanes, fma(q_d, load(column, 0), load(part, m * lanes)))
@@ -85,8 +96,8 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
         rows_a_step = (lanes * lanes + whole - 1) // max(whole, 1)
         touched = splat(scalar(0))
         for n in range(0, keys, lanes):
-            key, last = at(k, n * rs_k), keys - 1 - n
-            ahead, ahead_stop = n + lanes, min(n + 2 * lanes, beyond)
+            (key, rs_key), last = rows_from(k, rs_k, n), keys - 1 - n
+            ahead, ahead_stop = n + distance, min(n + distance + lanes, beyond)
             m = 0
             while m < count:
                 rows = 4 if count - m >= 4 else 1
@@ -98,15 +109,14 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
                         store(part, i * lanes, splat(scalar(0)))
                     for d in range(start, min(start + KC, whole), lanes):
                         for r in range(ahead, min(ahead + rows_a_step, ahead_stop)):
-                            for c in range(0, whole, line):
-                                touched = vmax(touched, load_stored(k, r * rs_k + c))
+                            touched = ask_for(row_at(k, rs_k, r), 0, whole, touched)
                         ahead += rows_a_step
                         if rows == 4:
-                            four(at(q, d), head_dim, at(key, d), rs_k, last, part)
+                            four(at(q, d), head_dim, at(key, d), rs_key, last, part)
                         else:
-                            one(at(q, d), head_dim, at(key, d), rs_k, last, part)
+                            one(at(q, d), head_dim, at(key, d), rs_key, last, part)
                     stop = min(start + KC, head_dim)
-                    tail(q, head_dim, rows, key, rs_k, last, max(start, whole), stop, part)
+                    tail(q, head_dim, rows, key, rs_key, last, max(start, whole), stop, part)
                     for i in range(rows):
                         place = (m + i) * s_stride + n
                         store(s, place, load(s, place) + load(part, i * lanes))
@@ -139,7 +149,8 @@ def output_block(dtype: str, unit: VectorUnit):
 
 @functools.cache
 def few_outputs(dtype: str, unit: VectorUnit):
-    """Kernel: the same for up to FEW_ROWS rows, from values as they lie, rows rs_v apart.
+    """Kernel: the same for up to FEW_ROWS rows, from values as they lie, rows rs_v apart, or where
+    this table of offsets says.
 
     Read by columns of nr, values come from memory at 0.35 of the bandwidth of a plain read loop
     (four rows: 0.28); by whole rows of head_dim 128 at 1.0.
@@ -173,13 +184,13 @@ def few_outputs(dtype: str, unit: VectorUnit):
 
     @jit
     def run(p, s_stride, count, v, rs_v, start, stop, acc, acc_stride):
-        p, v, depth = at(p, start), at(v, start * rs_v), stop - start
+        p, (v, rows), depth = at(p, start), rows_from(v, rs_v, start), stop - start
         for m in range(0, count - 1, 2):
             to = at(acc, m * acc_stride)
-            two(at(p, m * s_stride), s_stride, v, rs_v, depth, to, acc_stride)
+            two(at(p, m * s_stride), s_stride, v, rows, depth, to, acc_stride)
         if count % 2 != 0:
             to = at(acc, (count - 1) * acc_stride)
-            one(at(p, (count - 1) * s_stride), s_stride, v, rs_v, depth, to, acc_stride)
+            one(at(p, (count - 1) * s_stride), s_stride, v, rows, depth, to, acc_stride)
 
     return run
 

@@ -96,6 +96,28 @@ def store_vector(builder, pointer, index, value) -> None:
     builder.store(value, place, align=element_bytes(value.type))
 
 
+def prefetch_line(builder, pointer, index) -> None:
+    """Ask for the line of pointer[index], to be in the level-2 cache soon. Any address will do.
+
+    Asking for it in level 1 holds up the loads that follow: 0.45 of the read bandwidth, not 0.65.
+    """
+    byte = ir.IntType(8).as_pointer()
+    place = builder.bitcast(builder.gep(pointer, [index]), byte)
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    to_read, level_2, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+    builder.call(function, [place, to_read, level_2, data])
+
+
+def row_offset(builder, rows, n):
+    """LLVM value: elements from row 0 to row n, which lie `rows` elements apart, or where a table
+    at this address says.
+    """
+    if isinstance(rows.type, ir.PointerType):
+        return builder.load(builder.gep(rows, [n]))
+    return builder.mul(n, rows)
+
+
 def load_some(builder, pointer, index, count, other):
     """LLVM value: the first `count` (int64) elements at pointer[index:], then the lanes of other.
     Memory past them is not read.

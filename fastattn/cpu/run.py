@@ -23,6 +23,7 @@ from .job import (
     LOG2_E,
     NO_MORE,
     PLACE,
+    ROWS_AFTER,
     SPARE_REGISTERS,
     Counter,
     Job,
@@ -156,8 +157,9 @@ def _prepare(plan: Plan) -> _Prepared:
     heads = problem.batch * problem.heads_kv
     m_blocks = -(-rows // plan.block_m)
     num_items = heads * m_blocks * plan.num_splits
+    tables = 2 if variant.paged else 0
     elements = (
-        8 * ITEM_SIZE // itemsize
+        8 * (ITEM_SIZE + tables * (plan.block_n + ROWS_AFTER)) // itemsize
         + plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
         + plan.block_n * (problem.head_dim + acc_stride)
         + (plan.mc + 1) * s_stride
@@ -287,6 +289,15 @@ def _state_fields(operands: Operands, state: np.ndarray | None) -> tuple[int, in
     return address(state), 0 if operands.starts is not None else heads * rows, rows
 
 
+def _page_fields(operands: Operands) -> tuple[int, ...]:
+    """The job's fields from block_table to v_page."""
+    table, k, v = operands.block_table, operands.k, operands.v
+    if table is None:
+        return (0,) * 5
+    strides = (a.strides[0] // a.itemsize for a in (k, v))
+    return address(table), table.shape[-1], k.shape[-2], *strides
+
+
 def extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tuple[int, ...]:
     """The job's fields from alibi to dropout_keys; the arrays go to `kept`."""
     keys = score_aux = mask_aux = None
@@ -302,6 +313,7 @@ def extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tupl
     kept += [a for a in (*plain, score_aux, mask_aux, keys) if a is not None]
     return (
         *map(address, plain),
+        *_page_fields(operands),
         problem.first_key,
         address(score_aux),
         address(mask_aux),

@@ -68,6 +68,8 @@ def choose(problem: Problem, device: driver.Device, whole_rows: bool) -> Choice:
 def choice_or_reason(problem: Problem, placement: Placement) -> tuple[Choice | None, str]:
     """(the kernel, "") or (None, why there is none, in one line)."""
     why_not = driver.unavailable()
+    if problem.variant.paged:
+        why_not = "it has no kernel for keys on pages (block_table)"
     if why_not:
         return None, why_not
     device = driver.device(placement.ordinal)

@@ -1,0 +1,80 @@
+"""The rules of block_table: keys and values on pages of a store that many sequences share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import Names, integers
+
+TABLE_RULE = "an array of ints of shape (..., max_pages)"
+
+
+def table_of(block_table: Any) -> np.ndarray:
+    """Return ints of rank 1 and up."""
+    table = integers("block_table", TABLE_RULE, block_table)
+    if not table.ndim:
+        raise ValueError(f"block_table must be {TABLE_RULE}, got shape ()")
+    return table
+
+
+def check_pages(names: Names, k: np.ndarray, v: np.ndarray) -> None:
+    """Raise unless k and v are pages that go together; check_sizes() looks at the other axes."""
+    for name, a in ((names.k, k), (names.v, v)):
+        if a.ndim != 4:
+            rule = f"{name} must have shape (num_pages, heads_kv, page_size, dim) with block_table"
+            raise ValueError(f"{rule}, got {a.shape}")
+    if k.shape[::2] != v.shape[::2]:
+        rule = f"{names.k} and {names.v} must have the same num_pages and page_size"
+        raise ValueError(f"{rule}, got {k.shape} and {v.shape}")
+    if not k.shape[2]:
+        raise ValueError(f"{names.k} must have a page_size of 1 or more, got {k.shape}")
+
+
+def share_batch(names: Names, q: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return views of q, of rank 3 and up, and of the table that agree in the batch."""
+    q = q if q.ndim > 2 else q[None]
+    try:
+        lead = np.broadcast_shapes(q.shape[:-3], table.shape[:-1])
+    except ValueError:
+        rule = f"block_table must broadcast to the leading dimensions of {names.q}"
+        raise ValueError(f"{rule}, got {table.shape} and {q.shape}") from None
+    q = np.broadcast_to(q, lead + q.shape[-3:])
+    return q, np.broadcast_to(table, lead + table.shape[-1:])
+
+
+def packed_table(block_table: Any, lengths_k: np.ndarray, page_size: int) -> np.ndarray:
+    """Return the table (batch, max_pages) of members that have so many keys."""
+    table = table_of(block_table)
+    if table.shape[:-1] != lengths_k.shape:
+        rule = f"block_table must have shape ({len(lengths_k)}, max_pages)"
+        raise ValueError(f"{rule}, got {table.shape}")
+    most, room = lengths_k.max(initial=0), table.shape[-1] * page_size
+    if most > room:
+        rule = f"cu_seqlens_k must not count more keys of a member than its pages hold, {room}"
+        raise ValueError(f"{rule}, got {most}")
+    return table
+
+
+def longest(ranges: np.ndarray) -> int:
+    """Return the keys of the entry of `ranges` that has most."""
+    return int((ranges[:, 2] - ranges[:, 1]).max(initial=0))
+
+
+def used_pages(table: np.ndarray, ranges: np.ndarray, num_pages: int, page_size: int) -> np.ndarray:
+    """Return Operands.block_table; raise if an entry that holds keys of `ranges` is no page.
+
+    It has the columns that hold any, and 0 where the others hold none.
+    """
+    starts, stops = ranges[:, 1:2], ranges[:, 2:3]
+    columns = -(-int(stops.max(initial=0)) // page_size)
+    table = table.reshape(len(ranges), table.shape[-1])[:, :columns]
+    first = np.arange(columns) * page_size  # keys
+    used = (first < stops) & (first + page_size > starts) & (starts < stops)
+    bad = used & ((table < 0) | (table >= num_pages))
+    if bad.any():
+        b, place = np.argwhere(bad)[0].tolist()
+        rule = f"block_table must hold pages from 0 to {num_pages - 1} where there are keys"
+        raise ValueError(f"{rule}, got {table[b, place]} at {(b, place)}")
+    return np.where(used, table, 0).astype(np.int64, copy=False)
