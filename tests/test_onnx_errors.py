@@ -129,6 +129,7 @@ NORM = [
     ({"X": ones()}, ValueError, "X must have rank 1 or more, got shape ()"),
     ({"X": ones(3, dtype=int)}, TypeError, "X must be float16, bfloat16, float32 or float64, got"),
     ({"Scale": ones(5)}, ValueError, "Scale must broadcast to X, (2, 3, 4), got (5,)"),
+    ({"X": ones(2, 0), "Scale": ones(3), "B": None}, ValueError, "Scale must broadcast to X, (2, "),
     ({"B": ones(1, 2, 3, 4)}, ValueError, "B must broadcast to X, (2, 3, 4), got (1, 2, 3, 4)"),
     ({"Scale": ones(4, dtype=HALF)}, TypeError, "Scale must have the dtype of X, float32, got"),
     ({"B": ones(4, dtype=DOUBLE)}, TypeError, "B must have the dtype of X, float32, got float64"),
@@ -290,9 +291,31 @@ def test_norms_and_rotations_of_nothing():
     x = ones(2, 0, 3)
     assert face.layer_normalization(x, ones(3)).Y.shape == x.shape
     assert face.rms_normalization(ones(2, 0), ones(0)).shape == (2, 0)
+    found = face.layer_normalization(ones(2, 0), ones(0), return_statistics=True)
+    assert np.isnan(found.Mean).all()
+    assert found.InvStdDev.shape == (2, 1)
     cos = ones(5, 4)
     y = face.rotary_embedding(ones(2, 4, 0, 8), cos, cos, np.zeros((2, 0), int))
     assert y.shape == (2, 4, 0, 8)
+
+
+def test_infinities_go_where_they_go_without_a_warning(backend):
+    x, weight = np.array([[np.inf, 1], [np.nan, 1], [3, 4]], FLOAT), np.full(2, 3.4e38, FLOAT)
+    y = face.layer_normalization(x, weight, epsilon=0, backend=backend).Y
+    assert np.isnan(y[:2]).all()
+    y = face.rms_normalization(x, np.broadcast_to(weight, x.shape), backend=backend)
+    assert y[2, 1] == np.inf
+    angles = np.full((1, 3, 1), np.inf, FLOAT)
+    assert np.isnan(face.rotary_embedding(x[None, None], angles, angles, backend=backend)).any()
+
+
+def test_other_byte_orders(qkv):
+    swapped = [a.astype(a.dtype.newbyteorder()) for a in qkv]
+    expected = face.attention(*qkv).Y
+    for arrays in (swapped, [qkv[0], *swapped[1:]]):
+        y = face.attention(*arrays).Y
+        np.testing.assert_array_equal(y, expected)
+        assert y.dtype.isnative
 
 
 def test_inputs_are_not_written(qkv):

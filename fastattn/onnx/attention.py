@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAMES = Names("Q", "K", "V", "attn_mask", "attn_mask", "is_causal")
 # Values of qk_matmul_output_mode.
-RAW, CAPPED, BIASED, PROBABILITIES = range(4)
+MODES = RAW, CAPPED, BIASED, PROBABILITIES = (0, 1, 2, 3)
 VALUES = {
     RAW: capped_products,
     CAPPED: capped_products,
@@ -283,8 +283,8 @@ def _attend(
 
 
 def _mode(value: Any) -> int | None:
-    if value is not None and value not in VALUES:
-        raise ValueError(f"qk_matmul_output_mode must be one of {tuple(VALUES)}, got {value!r}")
+    if value is not None and value not in MODES:
+        raise ValueError(f"qk_matmul_output_mode must be one of {MODES}, got {value!r}")
     return value
 
 

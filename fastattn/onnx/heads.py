@@ -14,11 +14,11 @@ PACKED = 3  # the rank of (batch, tokens, heads * dim); that of (batch, heads, t
 
 
 def float_array(name: str, a: Any) -> np.ndarray:
-    """Return an array of a dtype that fastattn has."""
+    """Return an array of a dtype that fastattn has, in the byte order of this machine."""
     a = numpy_view(name, a)
     if not float_name(a.dtype):
         raise TypeError(f"{name} must be {FLOAT_RULE}, got {a.dtype}")
-    return a
+    return a if a.dtype.isnative else a.astype(a.dtype.newbyteorder("="))
 
 
 def check_rank(name: str, a: np.ndarray) -> None:
@@ -47,5 +47,6 @@ def split(name: str, a: np.ndarray, rule: str, heads: int) -> np.ndarray:
 
 def packed(a: np.ndarray) -> np.ndarray:
     """Return (batch, tokens, heads * dim), C-contiguous, of (batch, heads, tokens, dim)."""
+    # Copied: with `out` in this layout the core takes 1.01 to 1.1 times as long, small calls 3.
     batch, heads, tokens, dim = a.shape
     return a.swapaxes(1, 2).reshape(batch, tokens, heads * dim)

@@ -134,20 +134,19 @@ def _normalized(
     name, scale = named_scale
     compute = np.dtype(np.float64 if np.float64 in (x.dtype, scale.dtype) else np.float32)
     parts = {name: scale} if b is None else {name: scale, "B": b}
-    tail = x.shape[first:]
-    if not prod(x.shape):
-        return np.empty(x.shape, dtype)
     vectors = [_vector(part, a, x.shape, first, compute) for part, a in parts.items()]
-    rows = x.astype(compute, copy=False).reshape(*x.shape[:first], prod(tail))
-    if all(vector is not None for vector in vectors):
-        y = add_norm(rows, kind(*vectors, eps=float(epsilon)), backend=backend).reshape(x.shape)
-    else:  # a scale or B that differs from row to row
-        ones = np.ones(prod(tail), compute)
-        y = add_norm(rows, kind(ones, eps=float(epsilon)), backend=backend).reshape(x.shape)
-        y *= scale.astype(compute, copy=False)
-        if b is not None:
-            y += b.astype(compute, copy=False)
-    with np.errstate(over="ignore"):
+    if not x.size:
+        return np.empty(x.shape, dtype)
+    features = prod(x.shape[first:])
+    rows = x.astype(compute, copy=False).reshape(*x.shape[:first], features)
+    is_own = any(vector is None for vector in vectors)  # a scale or B that differs between rows
+    weights = [np.ones(features, compute)] if is_own else vectors
+    with np.errstate(all="ignore"):
+        y = add_norm(rows, kind(*weights, eps=float(epsilon)), backend=backend).reshape(x.shape)
+        if is_own:
+            y *= scale.astype(compute, copy=False)
+            if b is not None:
+                y += b.astype(compute, copy=False)
         return y.astype(dtype, copy=False)
 
 
@@ -173,9 +172,10 @@ def _statistics(x: np.ndarray, first: int, epsilon: float) -> tuple[np.ndarray, 
     """Return (Mean, InvStdDev) in float32."""
     axes = tuple(range(first, x.ndim))
     wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32, copy=False)
+    count = wide.dtype.type(prod(x.shape[first:]))
     with np.errstate(all="ignore"):
-        mean = wide.mean(axis=axes, keepdims=True)
+        mean = wide.sum(axis=axes, keepdims=True) / count
         centred = wide - mean
-        variance = (centred * centred).mean(axis=axes, keepdims=True)
+        variance = (centred * centred).sum(axis=axes, keepdims=True) / count
         inverse = 1 / np.sqrt(variance + wide.dtype.type(epsilon))
         return mean.astype(np.float32, copy=False), inverse.astype(np.float32, copy=False)
