@@ -72,10 +72,75 @@ def jax_callback(shape: tuple[int, ...]) -> Pair:
     return lambda: compiled(*arrays).block_until_ready(), alone
 
 
+def onnx_attention(shape: tuple[int, ...]) -> Pair:
+    from fastattn.onnx import attention
+
+    arrays = inputs(shape)
+    q, k, v = (a.swapaxes(1, 2) for a in arrays)
+    alone = core(arrays)
+    return lambda: attention(q, k, v, is_causal=1).Y.swapaxes(1, 2), alone
+
+
+def onnx_packed(shape: tuple[int, ...]) -> Pair:
+    from fastattn.onnx import attention
+
+    arrays, heads = inputs(shape), shape[2]
+    alone = core(arrays)
+    packed = [a.reshape(*shape[:2], -1) for a in arrays]
+    counts = {"q_num_heads": heads, "kv_num_heads": heads}
+    return lambda: attention(*packed, is_causal=1, **counts).Y.reshape(shape), alone
+
+
+def onnx_past(shape: tuple[int, ...]) -> Pair:
+    """One token after a past of the others; the core alone is given both joined."""
+    from fastattn.onnx import attention
+
+    q, k, v = (np.ascontiguousarray(a.swapaxes(1, 2)) for a in inputs(shape))
+    past, new = slice(0, -1), slice(-1, None)
+    operands = [np.ascontiguousarray(a[..., new, :]) for a in (q, k, v)]
+    pasts = [np.ascontiguousarray(a[..., past, :]) for a in (k, v)]
+    past_len = shape[1] - 1
+
+    def alone() -> np.ndarray:
+        joined = [np.concatenate((a, b), 2) for a, b in zip(pasts, operands[1:], strict=True)]
+        return fastattn.attention(operands[0], *joined, causal=True, align=past_len)
+
+    return lambda: attention(*operands, None, *pasts, is_causal=1).Y, alone
+
+
+def onnx_rotary(shape: tuple[int, ...]) -> Pair:
+    """The core alone is given the angles of each token, which ONNX looks up in a table."""
+    from fastattn import nn
+    from fastattn.onnx import rotary_embedding
+
+    x = inputs(shape)[0].swapaxes(1, 2)
+    table = nn.positions.Rope(shape[3]).rotation(np.arange(shape[1]))
+    where = np.arange(shape[1])[None].repeat(shape[0], axis=0)
+    cos, sin = table.cos[where][:, None], table.sin[where][:, None]
+    return (
+        lambda: rotary_embedding(x, table.cos, table.sin, where),
+        lambda: nn.positions.apply_rotary(x, cos, sin),
+    )
+
+
+def onnx_norm(shape: tuple[int, ...]) -> Pair:
+    from fastattn import nn
+    from fastattn.onnx import layer_normalization
+
+    x, ones = inputs(shape)[0], np.ones(shape[3], np.float32)
+    weights = nn.LayerNormWeights(ones, ones)
+    return lambda: layer_normalization(x, ones, ones).Y, lambda: nn.layer_norm(x, weights)
+
+
 FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
     "jax": jax_eager,
     "jax, jit": jax_jit,
     "jax, pure_callback": jax_callback,
+    "onnx attention": onnx_attention,
+    "onnx attention, packed": onnx_packed,
+    "onnx attention, past": onnx_past,
+    "onnx rotary": onnx_rotary,
+    "onnx norm": onnx_norm,
 }
 
 

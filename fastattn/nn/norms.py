@@ -119,7 +119,8 @@ def add_norm(
     fresh = out is total is None
     out = np.empty_like(x) if out is None else out
     if run is None:
-        _norm_in_numpy(x, weights, bias, residual, total, out)
+        with np.errstate(all="ignore"):  # infinities go where they go, as in the kernel
+            _norm_in_numpy(x, weights, bias, residual, total, out)
     else:
         scale = (weights.weight, weights.bias)
         run(weights.function, out, x, bias, residual, total, *scale, eps=weights.eps, fresh=fresh)

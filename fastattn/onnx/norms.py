@@ -141,8 +141,10 @@ def _normalized(
     rows = x.astype(compute, copy=False).reshape(*x.shape[:first], features)
     is_own = any(vector is None for vector in vectors)  # a scale or B that differs between rows
     weights = [np.ones(features, compute)] if is_own else vectors
+    y = add_norm(rows, kind(*weights, eps=float(epsilon)), backend=backend).reshape(x.shape)
+    if not is_own and dtype == compute:
+        return y
     with np.errstate(all="ignore"):
-        y = add_norm(rows, kind(*weights, eps=float(epsilon)), backend=backend).reshape(x.shape)
         if is_own:
             y *= scale.astype(compute, copy=False)
             if b is not None:

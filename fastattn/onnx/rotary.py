@@ -95,9 +95,12 @@ def _turned(
         batch, count, tokens, dim = heads.shape
         y = np.empty(x.shape, dtype)
         out = y.reshape(batch, tokens, count, dim).swapaxes(1, 2)
-    with np.errstate(all="ignore"):
-        turned = apply_rotary(heads, cos, sin, interleaved=interleaved, out=out, backend=backend)
-        return (turned if y is None else y).astype(x.dtype, copy=False)
+    turned = apply_rotary(heads, cos, sin, interleaved=interleaved, out=out, backend=backend)
+    y = turned if y is None else y
+    if x.dtype == dtype:
+        return y
+    with np.errstate(over="ignore"):
+        return y.astype(x.dtype)
 
 
 def _pairs(rotary_embedding_dim: Any, head_size: int) -> int:

@@ -84,9 +84,10 @@ def apply_rotary(
         return out
     x1, x2 = _pairs(x, rotary_dim, interleaved)
     out1, out2 = _pairs(out, rotary_dim, interleaved)
-    turned1, turned2 = x1 * cos, x2 * cos
-    turned1 -= x2 * sin
-    turned2 += x1 * sin
+    with np.errstate(all="ignore"):  # infinities go where they go, as in the kernel
+        turned1, turned2 = x1 * cos, x2 * cos
+        turned1 -= x2 * sin
+        turned2 += x1 * sin
     out[..., rotary_dim:] = x[..., rotary_dim:]
     out1[...], out2[...] = turned1, turned2
     return out
