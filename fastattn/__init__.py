@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     # Imported on demand: most callers have no modifiers, and importlib.metadata costs as much to
     # import as half of this package.
-    if name in ("mods", "nn", "onnx", "plot", "udl"):
+    if name in ("mods", "nn", "onnx", "plot", "torch", "udl"):
         return import_module(f".{name}", __name__)
     if name in ("BlockMask", "create_block_mask"):
         return getattr(import_module(".block_mask", __name__), name)

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .kinds import array_view, is_device_view, is_on_device, is_tensor, numpy_view
+from .kinds import (
+    array_view,
+    is_device_view,
+    is_on_device,
+    is_tensor,
+    new_array,
+    numpy_view,
+)
 
 FLOATS = {"e": "float16", "f": "float32", "d": "float64"}  # dtype.name itself costs a microsecond
 FLOAT_RULE = "float16, bfloat16, float32 or float64"
@@ -248,6 +255,12 @@ def result_of(out: Any, shape: tuple[int, ...], dtype: np.dtype, has_heads: bool
         rule = "out must be aligned and have strides of whole elements"
         raise ValueError(f"{rule}, got strides {out.strides}")
     return out if has_heads else out[None]
+
+
+def empty_in_order_of(q: np.ndarray) -> np.ndarray:
+    """Return a dense array of the shape and dtype of q, whose axes lie as those of q."""
+    is_dense = 0 not in q.strides and not is_device_view(q)
+    return np.empty_like(q) if is_dense else new_array(q, q.shape, q.dtype)
 
 
 def check_overlap(

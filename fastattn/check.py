@@ -29,6 +29,7 @@ from .arrays import (
     check_overlap,
     check_places,
     check_sizes,
+    empty_in_order_of,
     float_name,
     mask_of,
     operands_of,
@@ -73,14 +74,16 @@ def check(
     out: np.ndarray | None = None,
     names: Names = NAMES,
     fold: bool = True,
+    in_order_of_q: bool = False,
     **others: Any,
 ) -> tuple[Problem, Operands]:
     """Return the Problem and the canonical views of one call, or raise before anything is written.
 
     Parameters are those of attention(); `names` says what a face's caller called the arrays. Rank 2
     means one head: the views get a heads axis of 1. With `fold`, lengths that serve the whole batch
-    become views of k, v, mask and bias. `out` and, if return_lse, `lse` are allocated C-contiguous.
-    Nothing is copied but an input that is not native, aligned and in strides of whole elements.
+    become views of k, v, mask and bias. `out` and, if return_lse, `lse` are allocated C-contiguous;
+    `in_order_of_q` lets the axes of `out` lie as those of q where both have one shape. Nothing is
+    copied but an input that is not native, aligned and in strides of whole elements.
     Raises TypeError for kinds and dtypes, ValueError for shapes and values.
     """
     q, k, v = operands_of(names, q, k, v)
@@ -107,7 +110,11 @@ def check(
     of_call = (lead, seqlen_q, stop - start, offset, start, seqlen_k)
     flags = flag(names.causal, causal), block_table is not None
     problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, *flags, **others)
-    out = _output(out, (*rows, v.shape[-1]), has_heads, names, inputs, modifying)
+    shape = (*rows, v.shape[-1])
+    if in_order_of_q and out is None and shape == q.shape:
+        out = empty_in_order_of(q)
+    else:
+        out = _output(out, shape, has_heads, names, inputs, modifying)
     lse = None
     if flag("return_lse", return_lse):
         lse = new_array(q, rows, problem.variant.dtype)

@@ -8,6 +8,7 @@ import numpy as np
 
 from . import repeat
 from .api import run
+from .arguments import flag
 from .arrays import Names
 from .check import check
 from .kinds import array_view, is_device_view, like
@@ -48,7 +49,8 @@ def scaled_dot_product_attention(
 
     Returns
     -------
-    out : (..., heads_q, seqlen_q, head_dim_v), dtype and library of query, C-contiguous
+    out : (..., heads_q, seqlen_q, head_dim_v), dtype and library of query
+        As in PyTorch, its axes lie in memory as those of query, if both have one shape.
 
     Raises
     ------
@@ -71,7 +73,7 @@ def scaled_dot_product_attention(
             return like(given, result)
     mask, bias = _mask_or_bias(attn_mask, is_causal, arrays[0])
     problem, operands = check(
-        *(arrays if enable_gqa else _broadcast_heads(*arrays)),
+        *(arrays if flag("enable_gqa", enable_gqa) else _broadcast_heads(*arrays)),
         scale=scale,
         causal=is_causal,
         align="top_left",
@@ -79,6 +81,7 @@ def scaled_dot_product_attention(
         mask=mask,
         dropout_p=dropout_p,
         names=TORCH_NAMES,
+        in_order_of_q=True,
     )
     chosen = run(problem, operands, "auto")
     is_one_head = all(a.ndim == 2 for a in arrays)
@@ -108,20 +111,26 @@ def _mask_or_bias(
     return None, attn_mask
 
 
-def _broadcast_heads(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return views with the same heads, or key and value with one; rank 2 counts as one head."""
-    heads_q, heads_k, heads_v = (a.shape[-3] if a.ndim > 2 else 1 for a in (query, key, value))
-    is_rank_1 = min(query.ndim, key.ndim, value.ndim) < 2  # check() refuses it
-    if is_rank_1 or heads_q == heads_k == heads_v or heads_k == heads_v == 1:
-        return query, key, value
+def _broadcast_heads(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return views with the same heads, or key and value with one."""
+    heads = common_heads(*(a.shape for a in arrays))
+    if not heads:
+        return arrays
+    return tuple(np.broadcast_to(a, (*a.shape[:-3], heads, *a.shape[-2:])) for a in arrays)
+
+
+def common_heads(*shapes: tuple[int, ...]) -> int:
+    """Return the heads to which query, key and value of these shapes broadcast; 0 if they need not,
+    as all have the same, or key and value one. Rank 2 counts as one head; less is for check() to
+    refuse.
+    """
+    if min(map(len, shapes)) < 2:
+        return 0
+    heads_q, heads_k, heads_v = (shape[-3] if len(shape) > 2 else 1 for shape in shapes)
+    if heads_q == heads_k == heads_v or heads_k == heads_v == 1:
+        return 0
     counts = {heads_q, heads_k, heads_v} - {1}
     if len(counts) > 1:
         rule = "query, key and value must have the same heads, or 1, unless enable_gqa is True"
         raise ValueError(f"{rule}, got {heads_q}, {heads_k} and {heads_v}")
-    heads = counts.pop()
-    query, key, value = (
-        np.broadcast_to(a, (*a.shape[:-3], heads, *a.shape[-2:])) for a in (query, key, value)
-    )
-    return query, key, value
+    return counts.pop()

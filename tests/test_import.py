@@ -83,3 +83,16 @@ def test_unknown_name():
 
     with pytest.raises(AttributeError, match="module 'fastattn' has no attribute 'nothing'"):
         fastattn.nothing  # noqa: B018
+
+
+def test_torch_missing_is_said_with_the_command():
+    code = """
+import sys, fastattn
+sys.modules["torch"] = None
+try:
+    fastattn.torch
+except ImportError as error:
+    print(error)
+"""
+    message = "fastattn.torch needs torch, which is not installed: pip install fastattn[torch]"
+    assert fresh(code) == message

@@ -242,7 +242,8 @@ class Repeat:
     def __init__(self, plan: Plan, operands: Operands, shape: tuple[int, ...]):
         """shape: of the result, as many elements as operands.out."""
         self._plan, self._prepared = plan, _prepare(plan)
-        self._shape, self._dtype = shape, operands.out.dtype
+        self._shape, self._axes = _order(operands.out, shape)
+        self._dtype = operands.out.dtype
         self._job = _job(self._prepared, plan.problem, operands, None, [])
 
     def run(self, arrays: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray | None:
@@ -253,10 +254,24 @@ class Repeat:
         if (q | k | v) % self._dtype.itemsize:
             return None
         out = np.empty(self._shape, self._dtype)
+        if self._axes is not None:
+            out = out.transpose(self._axes)
         job = Job.from_buffer_copy(self._job)
         job[_Q], job[_K], job[_V], job[_OUT] = q, k, v, address(out)
         _draw(self._plan, self._prepared, job, (arrays, out))
         return out
+
+
+def _order(
+    out: np.ndarray, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return `shape` as its axes lie in memory where those of `out` lie in another order, and how
+    to transpose it back.
+    """
+    if out.flags.c_contiguous or out.ndim != len(shape):
+        return shape, None
+    axes = sorted(range(out.ndim), key=lambda axis: -out.strides[axis])
+    return tuple(shape[axis] for axis in axes), tuple(axes.index(n) for n in range(out.ndim))
 
 
 def _write_lse(lse: np.ndarray, operands: Operands, state: np.ndarray) -> None:

@@ -1,0 +1,20 @@
+"""fastattn for torch: tensors of the CPU, with gradients, under torch.compile and torch.export."""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError:
+    message = "fastattn.torch needs torch, which is not installed: pip install fastattn[torch]"
+    raise ImportError(message) from None
+
+from .api import attention
+from .errors import ArgumentError, ArgumentTypeError
+from .patching import patch
+from .sdpa import scaled_dot_product_attention
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "attention",
+    "patch",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,67 @@
+"""What a call is, to torch: recorded, traced, transformed, cast, or nothing of this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def is_plain(*tensors: Any) -> bool:
+    """Whether nothing but values matters of these tensors (or None): no tracing, transform, mode,
+    subclass, other device or pending sign.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or is_transformed():
+        return False
+    if torch.overrides.has_torch_function(tensors):
+        return False
+    return all(t is None or (type(t) in PLAIN and t.is_cpu and not t.is_neg()) for t in tensors)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, or differentiation in forward mode, is at work."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def needs_gradient(*tensors: Any) -> bool:
+    """Whether autograd has to record a function of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def is_direct(*tensors: Any) -> bool:
+    """Whether fastattn's own functions do, for these arguments."""
+    return (
+        is_plain(*tensors) and not needs_gradient(*tensors) and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Return float32 and half tensors in the dtype of autocast, where that is enabled, as torch
+    does for its scaled_dot_product_attention.
+    """
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    casts = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(
+        t.to(dtype) if t is not None and t.dtype in casts and t.is_cpu else t for t in tensors
+    )
+
+
+def number(value: Any) -> Any:
+    """Return a tensor without axes as a number, anything else as it is."""
+    return value.item() if isinstance(value, Tensor) and not value.ndim else value
+
+
+def seed_of(dropout_p: Any) -> Tensor | None:
+    """Return a seed that torch's generator of the CPU draws; None without dropout."""
+    return None if dropout_p == 0 else torch.randint(2**63 - 1, ())
