@@ -24,7 +24,7 @@ BACKWARD_M, BACKWARD_N = 112, 224
 FLOP_PER_THREAD = 2_000_000
 SLOWER = "slower: its scores and probabilities go through memory"
 NOT_THERE = ("cuda", "the arrays are in the memory of the CPU: only if asked for by name")
-IN_HOST_MEMORY = Placement(ordinal=0, on_device=False, whole_rows=False)
+IN_HOST_MEMORY = Placement(ordinal=0, on_device=False, whole_rows=False, options=False)
 
 
 def plan(problem: Problem, backend: str = "auto", placement: Placement | None = None) -> Plan:

@@ -170,6 +170,7 @@ class Placement(NamedTuple):
     ordinal: int  # of the device
     on_device: bool  # in its memory already; else in the CPU's
     whole_rows: bool  # rows of q, k, v and out are contiguous and begin at multiples of 16 bytes
+    options: bool  # a mask, a bias or ALiBi slopes are among them
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,12 @@ LAYERS = [
     "reference cpu.run cpu.elementwise cuda.run",
     "modified cpu.layout cuda.packing",
     "cuda.choice",
-    "cuda.simt cuda.combine",
+    "cuda.simt cuda.combine cuda.tensor.forward",
+    "cuda.tensor.forward_steps cuda.tensor.options cuda.tensor.repair",
+    "cuda.tensor.end_steps cuda.tensor.lost_steps cuda.tensor.score_steps cuda.tensor.placement",
+    "cuda.tensor.operation cuda.tensor.shapes",
+    "cuda.tensor.tiles",
+    "cuda.tensor.mma cuda.tensor.tilings",
     "cpu.decode cpu.backward",
     "cpu.forward cuda.softmax cuda.products cuda.place cuda.writing",
     "cuda.scores",
@@ -87,7 +92,7 @@ LAYERS = [
     "kinds",
     "cuda.memory",
     "cuda.driver",
-    "cuda cuda.job",
+    "cuda cuda.job cuda.tensor",
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
 

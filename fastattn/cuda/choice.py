@@ -8,7 +8,10 @@ from functools import lru_cache
 
 from ..problem import Placement, Problem, Variant
 from . import compile, driver
+from .tensor.tilings import Tiling, forward_tiling
 from .tile import ROW_THREADS, SPLIT_N, grid_of, splits_of, tile_of
+
+TENSOR_CAPABILITY = (8, 0)  # whose tensor cores multiply both 16-bit types
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +49,51 @@ class Choice:
 
 
 @lru_cache(maxsize=1024)
-def choose(problem: Problem, device: driver.Device, whole_rows: bool) -> Choice:
+def choose(
+    problem: Problem, device: driver.Device, whole_rows: bool, options: bool = False
+) -> Choice:
     """The kernel for a problem.
 
     whole_rows  rows of q, k, v and out begin at multiples of 16 bytes, and are contiguous
+    options     a mask, a bias or ALiBi slopes are among the operands
     """
+    tiling = None
+    if device.capability >= TENSOR_CAPABILITY:
+        tiling = forward_tiling(
+            problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
+        )
+    name = "{} ({}.{})".format(device.name, *device.capability)
+    return _simt(problem, name) if tiling is None else _tensor(problem, tiling, name)
+
+
+def _simt(problem: Problem, device: str) -> Choice:
     tile = tile_of(problem)
     return Choice(
         Kernel(("simt", problem.variant, tile), grid_of(problem, tile), tile.threads),
         "simt",
         "scalar arithmetic, which any GPU and any problem can do",
-        "{} ({}.{})".format(device.name, *device.capability),
+        device,
         tile.block_m,
         tile.block_n,
         -(-problem.group * problem.seqlen_q // tile.block_m),
         splits_of(problem),
         SPLIT_N,
+    )
+
+
+def _tensor(problem: Problem, tiling: Tiling, device: str) -> Choice:
+    m_blocks = -(-problem.seqlen_q // tiling.block_m)
+    blocks = m_blocks * problem.heads_q * problem.batch
+    return Choice(
+        Kernel(("forward", tiling), (blocks, 1, 1), tiling.threads, tiling.shared_bytes),
+        "forward",
+        f"tensor cores multiply {problem.variant.storage}, sums are float32",
+        device,
+        tiling.block_m,
+        tiling.block_n,
+        m_blocks,
+        num_splits=1,
+        split_n=0,
     )
 
 
@@ -73,13 +105,13 @@ def choice_or_reason(problem: Problem, placement: Placement) -> tuple[Choice | N
     if why_not:
         return None, why_not
     device = driver.device(placement.ordinal)
-    choice = choose(problem, device, placement.whole_rows)
+    choice = choose(problem, device, placement.whole_rows, placement.options)
     why_not = compile.unavailable(choice.kernel.key, compile.ptx_target(device.capability))
     return (None, why_not) if why_not else (choice, "")
 
 
 def row_kernel(name: str, problem: Problem, rows: int) -> Kernel:
-    """ "The kernel of this name of combine.py, the same for all modifiers."""
+    """The kernel of this name of combine.py, the same for all modifiers."""
     variant = Variant(problem.variant.dtype, problem.variant.storage)
     return Kernel((name, variant), (rows, 1, 1), ROW_THREADS)
 
@@ -89,10 +121,12 @@ def builder(key: tuple[Hashable, ...]) -> Callable[[], compile.Source]:
 
     def build() -> compile.Source:
         from . import combine, simt
+        from .tensor.forward import forward_kernel
 
         name, *rest = key
         makers: dict[Hashable, Callable[..., compile.Source]] = {
             "simt": simt.forward_source,
+            "forward": forward_kernel,
             "combine": combine.combine_source,
             "missing": combine.missing_source,
         }

@@ -24,7 +24,8 @@ def placement_of(operands: Operands) -> Placement:
     memory = device_memory(operands.q)
     rows = (operands.q, operands.k, operands.v, operands.out)
     whole = all(_has_whole_rows(a) for a in rows) if memory else _fits(rows)
-    return Placement(memory.ordinal if memory else 0, memory is not None, whole)
+    options = any(a is not None for a in (operands.mask, operands.bias, operands.alibi))
+    return Placement(memory.ordinal if memory else 0, memory is not None, whole, options)
 
 
 def _has_whole_rows(array: np.ndarray) -> bool:

@@ -1,0 +1,1 @@
+"""Kernels on tensor cores, for 16-bit types."""

@@ -1,0 +1,158 @@
+"""Forward kernel on tensor cores for sm_80 and later: FlashAttention-2's order of work.
+
+A thread block has block_m query rows of one head; each of its warps has warp_m of them, all keys,
+and its part of the output in registers. Keys and values come through two buffers each, filled by
+asynchronous copies that run while the other one is used. Scores never leave the registers: what
+q · k leaves in a thread is what p · v reads there.
+
+Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..compile import Source
+from .forward_steps import forward_steps
+from .options import option_functions
+from .placement import batch_entry, batch_offset, block_place, float_at, key_range, minus, near
+from .repair import repairer
+from .shapes import Shapes
+from .tilings import ITEM, Tiling
+
+ONE = np.uint32(1)
+NOTHING = np.float32(-np.inf)  # a sink that takes no part
+
+
+def forward_kernel(tiling: Tiling) -> Source:
+    """Return the kernel; its grid is m_blocks * heads_q * batch * num_splits."""
+    steps, shapes = forward_steps(tiling), Shapes.of(tiling)
+    block_m, block_n = tiling.block_m, np.int32(tiling.block_n)
+    k_start = shapes.q.nbytes
+    v_start = k_start + tiling.stages * shapes.k.nbytes
+    shared_base, commit, wait_for_all_but_one = steps.shared_base, steps.commit, steps.wait_one
+    q_offset, k_offset, v_offset = steps.q_offset, steps.k_offset, steps.v_offset
+    q_copy_to, k_copy_to, v_copy_to = steps.q_copy_to, steps.k_copy_to, steps.v_copy_to
+    load_q, load_k, load_v = steps.load_q, steps.load_k, steps.load_v
+    load_k_edge, load_v_edge, sign_q = steps.load_k_edge, steps.load_v_edge, steps.sign_q
+    q_lane, k_lane, v_lane = steps.q_lane, steps.k_lane, steps.v_lane
+    k_buffer, v_buffer = steps.k_buffer, steps.v_buffer
+    no_output, no_maximum, no_sum = steps.no_output, steps.no_maximum, steps.no_sum
+    products, window, softmax = steps.products, steps.window, steps.softmax
+    rescale, add_values = steps.rescale, steps.add_values
+    look, clear, any_thread = steps.look, steps.clear, steps.any_thread
+    general, options = tiling.general, option_functions(tiling)
+    change, hides = options.change, options.hides
+    repair = repairer(tiling, tiling.storage, options.sees)
+    repair_partial = repairer(tiling, "float32", options.sees)
+    barrier = steps.barrier
+    finish, store_rows, store_lse = steps.finish, steps.store_rows, steps.store_lse
+    store_partial, store_state = steps.store_partial, steps.store_state
+
+    def kernel(job):
+        m_block, head, key_head, batch, split = block_place(
+            job.m_blocks, job.heads_q, job.group, job.num_splits
+        )
+        m_start = m_block * block_m
+        seqlen_q, keys, offset, first_query, first_key, hidden = batch_entry(job, batch)
+        rows = seqlen_q - m_start
+        if rows <= 0:
+            return
+        start, stop, full_start, full_stop, row_low, row_high = key_range(
+            job, m_start + offset, min(rows, block_m), keys, split, block_n
+        )
+        # Counts of keys in 32 bits: half the registers through the loop.
+        start, n, last_key = near(start), near(stop - block_n), near(keys)
+        full_start, full_stop = near(full_start), near(full_stop)
+        row_low, row_high = near(row_low), near(row_high)
+
+        base = shared_base()
+        scale = 1.0 if general else job.scale_log2  # of what softmax() gets, in base 2
+        acc, row_max, row_sum = no_output(), no_maximum(), no_sum()
+        lost = False  # whether a value that some row does not see was not finite
+        if n >= start:
+            q_row, k_row, v_row = ITEM * job.q_row, ITEM * job.k_row, ITEM * job.v_row
+            q_col, k_col, v_col = ITEM * job.q_col, ITEM * job.k_col, ITEM * job.v_col
+            q = batch_offset(job.q_table, job.q_batch, batch) + head * job.q_head
+            q = job.q + ITEM * (q + (first_query + m_start) * job.q_row)
+            k = batch_offset(job.k_table, job.k_batch, batch) + key_head * job.k_head
+            k = job.k + ITEM * (k + (first_key + n) * job.k_row) + k_offset(k_row, k_col)
+            v = batch_offset(job.v_table, job.v_batch, batch) + key_head * job.v_head
+            v = job.v + ITEM * (v + (first_key + n) * job.v_row) + v_offset(v_row, v_col)
+            q_to, k_to, v_to = q_copy_to(base), k_copy_to(base + k_start), v_copy_to(base + v_start)
+            load_q(q + q_offset(q_row, q_col), q_row, job.head_dim, q_col, q_to, rows)
+            # Only the last block may have fewer keys than block_n; the others need no test.
+            load_k_edge(k, k_row, job.head_dim, k_col, k_to, keys - n)
+            commit()
+            load_v_edge(v, v_row, job.head_dim_v, v_col, v_to, keys - n)
+            commit()
+            if job.q_sign != 1.0:
+                sign_q(q_to, job.q_sign)
+            q_at, k_at, v_at = q_lane(base), k_lane(base + k_start), v_lane(base + v_start)
+            now = np.uint32(0)  # which of the two buffers this step reads
+            while n >= start:
+                wait_for_all_but_one()  # for k
+                k -= block_n * k_row
+                v -= block_n * v_row
+                if n > start:
+                    load_k(k, k_row, job.head_dim, k_col, k_buffer(k_to, now ^ ONE))
+                commit()
+                s = products(q_at, k_buffer(k_at, now))
+                masked = n < full_start or n >= full_stop
+                if general:
+                    s = change(s, job, batch, head, m_start, offset, rows, n, keys, hidden)
+                    masked = masked or hides(job)
+                if masked:
+                    s = window(s, minus(row_low, n), minus(row_high, n), minus(last_key, n))
+                p, row_max, row_sum, alpha, grown = softmax(s, row_max, row_sum, scale)
+                if grown:
+                    acc = rescale(acc, alpha)
+                if masked:
+                    found = look(v_buffer(v_to, now))
+                    if found:
+                        clear(v_buffer(v_to, now))
+                    lost = any_thread(found) or lost  # for v
+                else:
+                    wait_for_all_but_one()  # for v
+                if n > start:
+                    load_v(v, v_row, job.head_dim_v, v_col, v_buffer(v_to, now ^ ONE))
+                commit()
+                acc = add_values(acc, p, v_buffer(v_at, now))
+                now ^= ONE
+                n = minus(n, block_n)
+
+        m_block, head, key_head, batch, split = block_place(
+            job.m_blocks, job.heads_q, job.group, job.num_splits
+        )
+        m_start = m_block * block_m
+        seqlen_q, keys, offset, first_query, first_key, hidden = batch_entry(job, batch)
+        rows = seqlen_q - m_start
+        if job.num_splits > 1:
+            row = (batch * job.heads_q + head) * job.seqlen_q + m_start
+            place = row * job.num_splits + split
+            partial = job.partial + 4 * place * job.head_dim_v
+            row_bytes = 4 * job.num_splits * job.head_dim_v
+            state = job.partial_state + 8 * place
+            store_partial(acc, partial, row_bytes, job.head_dim_v, rows)
+            store_state(row_max, row_sum, scale, state, 8 * job.num_splits, rows)
+            if lost:
+                barrier()
+                step = job.num_splits * job.head_dim_v
+                repair_partial(job, m_block, head, key_head, batch, split, partial, step, 1)
+            return
+        sink = float_at(job.sinks, head) if job.sinks != 0 else NOTHING
+        factor, lse = finish(row_max, row_sum, scale, sink)
+        out = batch_offset(job.out_table, job.out_batch, batch) + head * job.out_head
+        out = job.out + ITEM * (out + (first_query + m_start) * job.out_row)
+        out_row, out_col = ITEM * job.out_row, ITEM * job.out_col
+        store_rows(acc, factor, base, out, out_row, job.head_dim_v, out_col, rows)
+        if job.lse != 0:
+            place = batch_offset(job.lse_table, job.lse_batch, batch) + head * job.lse_head
+            place += (first_query + m_start) * job.lse_row
+            store_lse(lse, job.lse + 4 * place, 4 * job.lse_row, rows)
+        if lost:
+            barrier()
+            step = job.out_row
+            repair(job, m_block, head, key_head, batch, split, out, step, job.out_col)
+
+    return Source(kernel, tiling.threads)

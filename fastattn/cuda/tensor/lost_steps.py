@@ -1,0 +1,62 @@
+"""Values that are not finite, in blocks of keys that some row does not see.
+
+A hidden key has probability 0, and 0 * NaN would be NaN. So in such blocks values are looked at,
+which costs three instructions for two of them. Where one is not finite it becomes 0 in shared
+memory, and when its rows are written, each gets what it sees of them added: slowly, one thread for
+each output, with no register taken from the loop for a case that hardly ever comes.
+"""
+
+from __future__ import annotations
+
+from .operation import boolean, operation, u32, void
+from .shapes import Shapes
+from .tiles import Copy
+from .tilings import Tiling
+
+# Of two storage elements: their exponents, whose bits are all ones where they are not finite, and
+# what carries from such an exponent to the sign.
+EXPONENTS = {"float16": 0x7C007C00, "bfloat16": 0x7F807F80}
+CARRY = {"float16": 0x04000400, "bfloat16": 0x00800080}
+SIGNS = 0x80008000
+
+
+def lost_steps(tiling: Tiling) -> dict:
+    """look, clear and any_thread, by name."""
+    shapes, storage = Shapes.of(tiling), tiling.storage
+    copying = Copy(shapes.v, tiling.threads)
+
+    def carried(e, x):
+        """The signs of those of a pair that are not finite."""
+        return e.both(e.add(e.both(x, EXPONENTS[storage]), CARRY[storage]), SIGNS)
+
+    @operation(storage, boolean, u32)
+    def look(e, shared):
+        """Whether a value is not finite among those that this thread has copied, when they have
+        arrived. shared: where to.
+        """
+        e.wait(1)
+        found = e.i32(0)
+        for row, chunk in copying.passes():
+            address, place = shapes.v.moved(e, shared, row, chunk)
+            for x in e.load_shared_16(address, place):
+                found = e.b.or_(found, carried(e, x))
+        return e.b.icmp_unsigned("!=", found, e.i32(0))
+
+    @operation(storage, void, u32)
+    def clear(e, shared):
+        """Make 0 of them."""
+        for row, chunk in copying.passes():
+            address, place = shapes.v.moved(e, shared, row, chunk)
+            finite = []
+            for x in e.load_shared_16(address, place):
+                signs = carried(e, x)
+                # 0x8000 - 1 is 0x7FFF: the whole element
+                finite.append(e.both(x, e.xor(e.b.or_(signs, e.sub(signs, e.shr(signs, 15))), -1)))
+            e.store_shared(address, place, finite)
+
+    @operation(storage, boolean, boolean)
+    def any_thread(e, truth):
+        """Whether it is true in any thread of the block; a barrier."""
+        return e.any_thread(truth)
+
+    return {"look": look, "clear": clear, "any_thread": any_thread}

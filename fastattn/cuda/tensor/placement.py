@@ -1,0 +1,97 @@
+"""Which part of the work a thread block has, and where its data is."""
+
+from __future__ import annotations
+
+from ..words import device
+from .mma import I32
+from .operation import i32, i64, operation, types
+
+FAR = 1 << 30
+ANY = "float16"  # nothing here has to do with storage elements
+
+
+@operation(ANY, types.UniTuple(i64, 5), i64, i64, i64, i64)
+def block_place(e, m_blocks, heads, group, splits):
+    """(m_block, head, key_head, batch, split) of this thread block; splits of a head come together,
+    and the last queries first: under a causal mask they see most, and should not come last.
+
+    It is computed anew at each call: cheaper than keeping it in registers through a loop.
+    """
+    number = e.asm("mov.u32 $0, %ctaid.x;", "=r", [I32], [], True)
+    m_blocks, heads, group, splits = (e.b.trunc(x, I32) for x in (m_blocks, heads, group, splits))
+    place = []
+    for count in (m_blocks, splits, heads):  # 32 bits: a division of 64 is a function of 100
+        place.append(e.b.urem(number, count))
+        number = e.b.udiv(number, count)
+    m_block, split, head = place
+    m_block = e.sub(e.sub(m_blocks, m_block), 1)
+    return [e.i64(x) for x in (m_block, head, e.b.udiv(head, group), number, split)]
+
+
+@operation(ANY, i32, i64)
+def near(e, x):
+    """As 32 bits; what is further than any key of interest stays far."""
+    return e.b.trunc(e.larger(e.smaller(x, FAR), -FAR), I32)
+
+
+@operation(ANY, i32, i32, i32)
+def minus(e, x, y):
+    """x - y in 32 bits, where Python's operators make 64."""
+    return e.sub(x, y)
+
+
+@operation(ANY, i64, i64, i64)
+def integer_at(e, address, index):
+    """The index-th int64 from an address in global memory."""
+    return e.load_global("b64", e.add(address, e.shl(index, 3)))
+
+
+@operation(ANY, types.float32, i64, i64)
+def float_at(e, address, index):
+    """The index-th float32 from an address in global memory."""
+    return e.load_global("f32", e.add(address, e.shl(index, 2)))
+
+
+@operation(ANY, i64, i64, i64, i64)
+def batch_offset(e, table, stride, batch):
+    """Elements before a batch entry: from a table, or where it is 0, by their stride."""
+    listed = e.b.icmp_signed("!=", table, e.i64(0))
+    offset = e.load_global("b64", e.add(table, e.shl(batch, 3)), listed)
+    return e.b.select(listed, offset, e.mul(batch, stride))
+
+
+@device(types.UniTuple(i64, 6))
+def batch_entry(job, batch):
+    """(seqlen_q, keys, offset, first_query, first_key, hidden) of a batch entry: `hidden` keys of
+    the caller's come before its first one.
+    """
+    seqlen_q, keys, offset, hidden = job.seqlen_q, job.seqlen_k, job.offset, 0
+    first_query, first_key = 0, 0
+    if job.ranges != 0:
+        seqlen_q = integer_at(job.ranges, 4 * batch)
+        hidden = integer_at(job.ranges, 4 * batch + 1)
+        keys = integer_at(job.ranges, 4 * batch + 2) - hidden
+        offset = integer_at(job.ranges, 4 * batch + 3)
+    if job.starts != 0:
+        first_query = integer_at(job.starts, 2 * batch)
+        first_key = integer_at(job.starts, 2 * batch + 1)
+    return seqlen_q, keys, offset, first_query, first_key + hidden, hidden
+
+
+@device(types.UniTuple(i64, 6))
+def key_range(job, top, rows, keys, split, block_n):
+    """(start, stop, full_start, full_stop, row_low, row_high) of a thread block.
+
+    Its rows stand at positions top, top + 1, ...; all count from the first key.
+    start, stop            multiples of block_n around the keys that any row sees
+    full_start, full_stop  blocks that begin in here are seen by all rows: no mask
+    row_low, row_high      what the window lets the first row see, and one key more each next one
+    """
+    bottom = top + rows - 1
+    row_low, row_high = top - job.left, top + job.right + 1
+    low, high = max(row_low, 0), min(bottom + job.right + 1, keys)
+    if job.num_splits > 1:
+        low, high = max(low, split * job.split_n), min(high, (split + 1) * job.split_n)
+    start, stop = low & -block_n, (high + block_n - 1) & -block_n
+    full_start, full_stop = max(bottom - job.left, 0), min(row_high, keys) - block_n + 1
+    return start, stop, full_start, full_stop, row_low, row_high

@@ -1,0 +1,54 @@
+"""What a row sees of the values that lost_steps.py has made 0: a thread for each output, slowly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from numba import cuda
+
+from ..words import device, load, store
+from .operation import void
+from .placement import batch_entry, batch_offset, key_range
+from .tilings import Tiling
+
+
+def repairer(tiling: Tiling, kind: str, sees: Callable) -> Callable:
+    """Device function (job, m_block, head, key_head, batch, split, out, out_row, out_col): add to
+    the block's rows, of which `out` is the first and `kind` the type, what is not finite.
+
+    sees  options.option_functions()
+    """
+    block_m, block_n, threads = tiling.block_m, tiling.block_n, tiling.threads
+    value_at, out_at, put = load(tiling.storage), load(kind), store(kind)
+    infinity = math.inf
+
+    @device(void)
+    def repair(job, m_block, head, key_head, batch, split, out, out_row, out_col):
+        m_start = m_block * block_m
+        seqlen_q, keys, offset, _, first_key, hidden = batch_entry(job, batch)
+        rows = min(seqlen_q - m_start, block_m)
+        start, stop, full_start, full_stop, row_low, row_high = key_range(
+            job, m_start + offset, rows, keys, split, block_n
+        )
+        values = batch_offset(job.v_table, job.v_batch, batch) + key_head * job.v_head
+        values += first_key * job.v_row
+        for row in range(rows):
+            low, high = max(row_low + row, start), min(row_high + row, min(keys, stop))
+            column = cuda.threadIdx.x
+            while column < job.head_dim_v:
+                lost, key = 0.0, low
+                while key < high:
+                    n = key & -block_n
+                    value = value_at(job.v, values + key * job.v_row + column * job.v_col)
+                    finite = abs(value) < infinity
+                    made_0 = not finite and (n < full_start or n >= full_stop)
+                    if made_0 and sees(job, batch, head, m_start + row, key, offset, hidden):
+                        lost += value
+                    key += 1
+                if lost != 0.0:
+                    place = row * out_row + column * out_col
+                    put(out, place, out_at(out, place) + lost)
+                column += threads
+
+    return repair

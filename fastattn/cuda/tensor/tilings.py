@@ -1,0 +1,109 @@
+"""Which kernel runs a problem on the tensor cores, as data: Numba is not needed to choose one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...modifier import Modifier
+from ...problem import Problem
+
+ITEM = 2  # bytes of a storage element
+HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are compiled for; others are padded to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What a forward kernel is specialised for: every field is a constant to it and part of its
+    cache key.
+    """
+
+    storage: str  # "float16" or "bfloat16"
+    head_dim: int  # of HEAD_DIMS
+    head_dim_v: int
+    warps: int
+    block_m: int  # query rows of a thread block; each warp has as many
+    block_n: int  # keys of one step
+    stages: int = 2  # buffers of keys, and of values
+    padded: bool = False  # head_dim or head_dim_v of the problem is smaller
+    strided: bool = False  # rows of q, k, v or out are not whole aligned chunks of 16 bytes
+    # Scores are more than scaled products, or a key may be hidden inside a window: mask, bias,
+    # softcap, ALiBi, chunk, modifiers.
+    general: bool = False
+    score_mod: Modifier | None = None
+    mask_mod: Modifier | None = None
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def warp_m(self) -> int:
+        """Query rows of a warp."""
+        return self.block_m // self.warps
+
+    @property
+    def q_columns(self) -> int:
+        """Columns of the shared memory of q, in which out is put together."""
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
+    def shared_bytes(self) -> int:
+        def row(columns: int) -> int:
+            return -(-columns * ITEM // 128) * 128
+
+        keys = self.stages * self.block_n * (row(self.head_dim) + row(self.head_dim_v))
+        return self.block_m * row(self.q_columns) + keys
+
+
+# (warps, block_m, block_n) for each head_dim, the best first; the first whose shared memory a
+# device has is taken. Two row tiles of 16 for a warp (block_m / warps = 32) halve what it reads
+# from shared memory for each product, which would else be the limit; from 192 on, the output of 32
+# rows does not fit into the registers. tests/test_cuda_code.py holds what ptxas says of each.
+SHAPES = {
+    64: ((4, 128, 64),),
+    96: ((4, 128, 64), (4, 64, 64)),
+    128: ((4, 128, 64), (4, 64, 64)),
+    192: ((8, 128, 64), (4, 64, 64), (4, 64, 32)),
+    256: ((8, 128, 64), (4, 64, 64), (4, 64, 32)),
+}
+FEW_ROWS = 64  # at most so many queries: a block of more would be empty for the most part
+
+
+def forward_tiling(
+    problem: Problem, *, options: bool, strided: bool, shared_limit: int
+) -> Tiling | None:
+    """The kernel for a problem, or None if none of them runs it.
+
+    options       a mask, a bias or ALiBi slopes are among the operands
+    strided       a row of q, k, v or out is not whole chunks of 16 aligned bytes
+    shared_limit  bytes of shared memory that a thread block may have
+    """
+    variant, largest = problem.variant, max(problem.head_dim, problem.head_dim_v)
+    if variant.storage not in ("float16", "bfloat16") or largest > HEAD_DIMS[-1]:
+        return None
+    if problem.dropout_p or problem.block_mask_m:
+        return None
+    modified = variant.score_mod is not None or variant.mask_mod is not None
+    general = options or modified or problem.softcap > 0 or problem.chunk > 0
+    head_dim, head_dim_v = (
+        next(width for width in HEAD_DIMS if width >= size)
+        for size in (problem.head_dim, problem.head_dim_v)
+    )
+    few = general or problem.seqlen_q <= FEW_ROWS
+    for warps, block_m, block_n in SHAPES[max(head_dim, head_dim_v)]:
+        tiling = Tiling(
+            storage=variant.storage,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            warps=4 if few else warps,
+            block_m=64 if few else block_m,
+            block_n=block_n,
+            padded=(head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v),
+            strided=strided,
+            general=general,
+            score_mod=variant.score_mod,
+            mask_mod=variant.mask_mod,
+        )
+        if tiling.shared_bytes <= shared_limit:
+            return tiling
+    return None

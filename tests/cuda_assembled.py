@@ -1,0 +1,79 @@
+"""PTX -> machine code, as NVIDIA's assembler reports it and its disassembler shows it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+class Assembled(NamedTuple):
+    """What a kernel became."""
+
+    registers: int  # of a thread
+    spilled: int  # bytes of registers kept in memory
+    instructions: Counter  # by name, without what follows a dot
+    loop: Counter  # those of the longest loop
+
+
+def need_assembler():
+    """Skip the test module where ptxas or nvdisasm is not installed."""
+    for name in ("ptxas", "nvdisasm"):
+        if _tool(name) is None:
+            package = {"ptxas": "nvidia-cuda-nvcc", "nvdisasm": "nvidia-cuda-nvdisasm"}[name]
+            pytest.skip(f"{package} is not installed", allow_module_level=True)
+
+
+@cache
+def _tool(name: str) -> Path | None:
+    """Where a package of pip keeps a program of the CUDA toolkit."""
+    spec = find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return next((p for f in folders for p in sorted(Path(f).glob(f"*/bin/{name}"))), None)
+
+
+@cache
+def assemble(ptx: str) -> Assembled:
+    """Fails where ptxas does, or where it warns."""
+    target = re.search(r"\.target (sm_\w+)", ptx)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        report = _run("ptxas", "-v", f"-arch={target}", source, "-o", binary)
+        listing = _run("nvdisasm", "-c", binary)
+    assert "warning" not in report, report
+    assert "__internal" not in listing, "a function of the compiler's own, for a long division"
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    instructions, loop = _counted(listing)
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    return Assembled(registers, int(spilled[1]) + int(spilled[2]), instructions, loop)
+
+
+def _run(name: str, *arguments) -> str:
+    done = subprocess.run([_tool(name), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def _counted(listing: str) -> tuple[Counter, Counter]:
+    """(all instructions, those of the longest loop)."""
+    names, labels, jumps = [], {}, []
+    for line in listing.splitlines():
+        label = re.match(r"\s*(\.L_\w+):", line)
+        if label:
+            labels[label[1]] = len(names)
+        found = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*);", line)
+        if found:
+            jump = re.search(r"`\((\.L_\w+)\)", found[2]) if found[1] == "BRA" else None
+            jumps += [(jump[1], len(names))] if jump else []
+            names.append(found[1])
+    back = [(labels[name], place) for name, place in jumps if labels.get(name, place + 1) <= place]
+    first, last = max(back, key=lambda jump: jump[1] - jump[0], default=(0, -1))
+    return Counter(names), Counter(names[first : last + 1])

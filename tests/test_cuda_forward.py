@@ -1,0 +1,110 @@
+"""The tensor-core forward kernel's PTX on the emulated device, against the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuda_emulated import SM_80, SM_90, assert_call, inputs, need_numba_cuda
+
+from fastattn.cuda.tensor.tilings import Tiling
+
+need_numba_cuda()
+SMALL = Tiling("float16", 64, 64, warps=4, block_m=128, block_n=64)
+LARGE = Tiling("bfloat16", 128, 128, warps=4, block_m=128, block_n=64)
+
+
+def tiling(storage, head_dim, warps, block_m, block_n, **flags):
+    return Tiling(storage, head_dim, head_dim, warps, block_m, block_n, **flags)
+
+
+# (queries, keys, flags): one block and several, whole ones and remainders, rows that see nothing
+CALLS = {
+    "dense": (150, 200, {}),
+    "causal": (150, 210, {"causal": True}),
+    "causal, rows without keys": (140, 40, {"causal": True}),
+    "top left": (70, 150, {"causal": True, "align": "top_left"}),
+    "window": (150, 210, {"window": (40, 10)}),
+    "window left of the keys": (40, 100, {"window": (3, None), "align": 200}),
+    "scale below 0": (70, 90, {"scale": -0.3}),
+    "scale 0": (70, 90, {"scale": 0.0}),
+    "sinks": (70, 90, {"sinks": np.array([0.5, -3.0], np.float32)}),
+    "sinks, rows without keys": (
+        70,
+        30,
+        {"sinks": np.array([0.3, -np.inf], np.float32), "causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_out_and_lse(name):
+    seqlen_q, seqlen_k, flags = CALLS[name]
+    assert_call(SMALL, *inputs(SMALL, 1, 2, 1, seqlen_q, seqlen_k), **flags)
+
+
+def test_lengths_of_each_batch_entry():
+    lengths = {
+        "q_len": np.array([70, 30, 0]),
+        "kv_len": np.array([80, 60, 50]),
+        "kv_start": np.array([3, 10, 50]),
+    }
+    assert_call(SMALL, *inputs(SMALL, 3, 2, 2, 70, 90), **lengths, causal=True)
+
+
+def test_what_is_hidden_may_be_anything():
+    """NaN and infinities in k and v: rows that see them, and no others, have them."""
+    small = tiling("float16", 64, 2, 32, 32)
+    q, k, v = inputs(small, 1, 1, 1, 40, 50)
+    k[0, 0, 40], k[0, 0, 45, 3] = np.nan, np.inf
+    for key, column, value in ((12, 5, np.nan), (20, 6, np.inf), (33, 6, -np.inf)):
+        v[0, 0, key, column] = value
+    v[0, 0, 48] = np.nan
+    assert_call(small, q, k, v, causal=True)
+    # past the last key
+    assert_call(small, q[:, :, :20], k, v, kv_len=np.array([12]))
+
+
+def test_head_dim_128_on_newer_devices():
+    assert_call(LARGE, *inputs(LARGE, 1, 2, 1, 150, 210), SM_90, causal=True)
+
+
+def test_any_strides():
+    """Elements one by one: rows that are no whole chunks, columns apart, negative strides."""
+    strided = Tiling("float16", 64, 64, 4, 128, 64, padded=True, strided=True)
+    q, k, v = inputs(strided, 1, 2, 1, 70, 90, head_dim=37, head_dim_v=41)
+    k = k[:, :, ::-1]
+    v = np.asfortranarray(v)
+    assert_call(strided, q, k, v, causal=True)
+
+
+SHAPES = [
+    tiling("bfloat16", 64, 4, 128, 64),
+    tiling("bfloat16", 96, 4, 128, 64),
+    tiling("float16", 96, 4, 64, 64),
+    tiling("float16", 128, 4, 64, 64),
+    tiling("bfloat16", 192, 8, 128, 64),
+    tiling("float16", 192, 4, 64, 32),
+    tiling("bfloat16", 256, 8, 128, 64),
+    tiling("float16", 256, 4, 64, 64),
+    tiling("bfloat16", 256, 4, 64, 32),
+    Tiling("bfloat16", 64, 128, 4, 128, 64),
+    Tiling("float16", 192, 128, 4, 64, 64),
+    tiling("bfloat16", 64, 4, 128, 64, padded=True),
+    tiling("bfloat16", 128, 4, 64, 64, padded=True, strided=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [SM_80, SM_90], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, target):
+    narrower = 11 if shape.strided else 24 if shape.padded else 0
+    sizes = {"head_dim": shape.head_dim - narrower, "head_dim_v": shape.head_dim_v - narrower}
+    assert_call(shape, *inputs(shape, 2, 2, 1, 150, 170, **sizes), target, causal=True)
+    assert_call(shape, *inputs(shape, 1, 3, 3, 65, 33, **sizes), target)
+
+
+def test_no_access_waits_for_a_bank():
+    counts = assert_call(LARGE, *inputs(LARGE, 1, 1, 1, 128, 128)).shared.wavefronts
+    assert set(counts) == {"cp", "ldmatrix", "st", "ld"}
+    assert all(needed == least for needed, least in counts.values()), counts
