@@ -114,17 +114,13 @@ class Block:
 
 
 def product_pieces(block: Block) -> Iterator[Piece]:
-    """Both products, from packed operands and from values as they lie."""
+    """Both products, from packed operands."""
     flop = 2 * block.scores * block.head_dim
     sizes = (block.rows, block.head_dim, block.keys, block.s_stride, block.acc_stride)
     job: tuple = (block.q, block.panels, block.s, *sizes)
     yield Piece("scores", score_product(block.dtype), job, block.scores, flop)
-    for name, v, panel_n in (
-        ("output", block.panels, block.keys),
-        ("output, values as they lie", block.v, 0),
-    ):
-        job = (block.s, v, block.acc, *sizes, panel_n)
-        yield Piece(name, output_product(block.dtype), job, block.scores, flop)
+    job = (block.s, block.panels, block.acc, *sizes)
+    yield Piece("output", output_product(block.dtype), job, block.scores, flop)
 
 
 def score_product(dtype: str) -> Callable[[VectorUnit], Body]:
@@ -137,7 +133,7 @@ def score_product(dtype: str) -> Callable[[VectorUnit], Body]:
 
         @jit
         def body(f):
-            product(real(f[0]), f[3], f[4], real(f[1]), 0, f[5], real(f[2]), f[6])
+            product(real(f[0]), f[4], f[3], f[4], real(f[1]), 0, f[5], real(f[2]), f[6])
 
         return body
 
@@ -154,7 +150,7 @@ def output_product(dtype: str) -> Callable[[VectorUnit], Body]:
 
         @jit
         def body(f):
-            product(real(f[0]), f[6], f[3], real(f[1]), f[4], f[8], 0, f[5], real(f[2]), f[7])
+            product(real(f[0]), f[6], f[3], real(f[1]), f[5], 0, f[5], real(f[2]), f[7])
 
         return body
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from math import isqrt
 
 from .cpu.threads import get_num_threads
 from .problem import Placement, Plan, Problem, Variant
@@ -20,8 +21,14 @@ MC = 48  # rows whose scores are held at once
 # Query rows and keys of a block of the gradients, for all dtypes and head_dim: whole register tiles
 # both ways, as each stands for rows in one product and for columns in another.
 BACKWARD_M, BACKWARD_N = 112, 224
-# Work below this is faster on one thread: waking another costs about 10 us.
-FLOP_PER_THREAD = 2_000_000
+# Work below this is faster on one thread: waking another costs 10 us, and 40 under a hypervisor.
+FLOP_PER_THREAD = 3_000_000
+# In the time that a thread needs to read one byte of keys and values: few queries leave it no more.
+FLOP_PER_BYTE = 3
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+# One thread starts after the other, 1.9 us apart. T of them then take W / T + T * 1.9 us / 2 for
+# work of W seconds, which is least for T ** 2 = flop / this, at 100 GFLOP/s a thread.
+FLOP_PER_START = 95_000
 SLOWER = "slower: its scores and probabilities go through memory"
 NOT_THERE = ("cuda", "the arrays are in the memory of the CPU: only if asked for by name")
 IN_HOST_MEMORY = Placement(ordinal=0, on_device=False, whole_rows=False, options=False)
@@ -118,7 +125,7 @@ def _plan_backward(problem: Problem, backend: str, num_threads: int) -> Plan:
 
 
 def _cpu_plan_backward(problem: Problem, reason: str, num_threads: int) -> Plan:
-    threads = max(1, min(num_threads, problem.flop // FLOP_PER_THREAD))
+    threads = threads_for(problem, num_threads)
     items = problem.batch * problem.heads_kv * -(-problem.seqlen_k // BACKWARD_N)
     return Plan(
         backend="cpu",
@@ -149,7 +156,7 @@ def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
 
     heads = problem.batch * problem.heads_kv
     rows = problem.group * problem.seqlen_q
-    threads = max(1, min(num_threads, problem.flop // FLOP_PER_THREAD))
+    threads = threads_for(problem, num_threads)
     block_m = block_m_for(rows, heads, threads)
     blocks = heads * -(-rows // block_m)
     splits = -(-problem.seqlen_k // SPLIT_N)
@@ -170,6 +177,15 @@ def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
         num_splits=num_splits,
         work_items=blocks * num_splits,
     )
+
+
+def threads_for(problem: Problem, num_threads: int) -> int:
+    """Threads that the work pays for, of those allowed."""
+    width = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.variant.storage]
+    keys = min(problem.seqlen_k, problem.visible_pairs)
+    reading = FLOP_PER_BYTE * problem.batch * problem.heads_kv * keys * width
+    work = max(problem.flop, reading)
+    return max(1, min(num_threads, work // FLOP_PER_THREAD, isqrt(work // FLOP_PER_START)))
 
 
 def block_m_for(rows: int, heads: int, threads: int) -> int:

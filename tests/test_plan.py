@@ -160,6 +160,19 @@ def test_every_thread_gets_work_where_there_is_enough(with_cpu, threads, sizes):
         assert result.work_items >= 2 * threads
 
 
+def test_starting_threads_is_part_of_the_work(with_cpu):
+    """The last of 128 would begin when the others have nearly done."""
+    small = problem(128, 128, heads=12, batch=8)
+    assert on(8, small).num_threads == 8
+    assert 32 < on(128, small).num_threads < 80
+
+
+def test_reading_keys_is_work(with_cpu):
+    """One query against many keys: few multiplications, and two threads read faster than one."""
+    assert on(2, problem(1, 1024, heads=12)).num_threads == 2
+    assert on(2, replace(problem(1, 1024, heads=12), left=100)).num_threads == 1
+
+
 @pytest.mark.parametrize("threads", THREADS)
 def test_never_more_threads_than_items_or_than_allowed(with_cpu, threads):
     for m in (1, 2, 33, 512, 4096):
@@ -194,7 +207,7 @@ def test_work_leaves_out_the_blocks_that_a_block_mask_skips(with_cpu):
     assert masked.visible_pairs == 9000
     assert masked.flop == 2 * 8 * 9000 * 128
     assert replace(masked, left=0, right=0).visible_pairs == 1000
-    sparse, dense = replace(masked, block_mask_pairs=900), replace(masked, block_mask_pairs=10**6)
+    sparse, dense = replace(masked, block_mask_pairs=90), replace(masked, block_mask_pairs=10**6)
     assert [on(64, p).num_threads for p in (sparse, dense)] == [1, 64]
 
 
