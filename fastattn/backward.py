@@ -90,7 +90,7 @@ def attention_backward(
     Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
     check_backend(backend, CPU_BACKENDS)
-    wanted = _wanted(return_dbias, return_dsinks, return_dalibi)
+    wanted = wanted_of(return_dbias, return_dsinks, return_dalibi)
     problem, operands, gradients = check_backward(
         dout,
         q,
@@ -104,9 +104,7 @@ def attention_backward(
         **arguments,
     )
     run(problem, operands, gradients, backend)
-    pairs = zip((gradients.dq, gradients.dk, gradients.dv), (q, k, v), strict=True)
-    main = (_finished(a, np.shape(of), operands.q.dtype) for a, of in pairs)
-    return tuple(like(q, a) for a in (*main, *_others(gradients, operands, wanted, arguments)))
+    return tuple(like(q, a) for a in finished(gradients, operands, (q, k, v), wanted, arguments))
 
 
 @passing_keywords_to(attention_varlen, *FOREIGN)
@@ -146,7 +144,7 @@ def attention_varlen_backward(
     As attention_backward().
     """
     check_backend(backend, CPU_BACKENDS)
-    wanted = _wanted(False, return_dsinks, return_dalibi)
+    wanted = wanted_of(False, return_dsinks, return_dalibi)
     problem, operands, gradients = check_packed_backward(
         dout,
         q,
@@ -188,13 +186,25 @@ def _launcher(backend: str) -> Callable[[Plan, Problem, Operands, Gradients], No
     return run
 
 
-def _wanted(dbias: bool, dsinks: bool, dalibi: bool) -> tuple[str, ...]:
+def wanted_of(dbias: bool, dsinks: bool, dalibi: bool) -> tuple[str, ...]:
+    """Return which gradients are asked for beside those by q, k and v."""
     pairs = ("dbias", dbias), ("dsinks", dsinks), ("dalibi", dalibi)
     return tuple(name for name, asked in pairs if flag(f"return_{name}", asked))
 
 
-def _finished(a: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    return sum_to(a, shape).astype(dtype, copy=False)
+def finished(
+    gradients: Gradients,
+    operands: Operands,
+    arrays: tuple[Any, Any, Any],
+    wanted: tuple[str, ...],
+    arguments: dict[str, Any],
+) -> tuple[np.ndarray, ...]:
+    """Return what attention_backward() does for q, k and v in `arrays`."""
+    main = (
+        sum_to(a, np.shape(of)).astype(operands.q.dtype, copy=False)
+        for a, of in zip(gradients[2:5], arrays, strict=True)
+    )
+    return *main, *_others(gradients, operands, wanted, arguments)
 
 
 def _others(

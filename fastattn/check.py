@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import dropout
 from .arguments import (
     chunk_of,
     cumulative_of,
@@ -75,6 +76,7 @@ def check(
     names: Names = NAMES,
     fold: bool = True,
     in_order_of_q: bool = False,
+    results: bool = True,
     **others: Any,
 ) -> tuple[Problem, Operands]:
     """Return the Problem and the canonical views of one call, or raise before anything is written.
@@ -82,8 +84,9 @@ def check(
     Parameters are those of attention(); `names` says what a face's caller called the arrays. Rank 2
     means one head: the views get a heads axis of 1. With `fold`, lengths that serve the whole batch
     become views of k, v, mask and bias. `out` and, if return_lse, `lse` are allocated C-contiguous;
-    `in_order_of_q` lets the axes of `out` lie as those of q where both have one shape. Nothing is
-    copied but an input that is not native, aligned and in strides of whole elements.
+    `in_order_of_q` lets the axes of `out` lie as those of q where both have one shape; without
+    `results`, `out` is a view of a single 0, for calls that are only looked at. Nothing is copied
+    but an input that is not native, aligned and in strides of whole elements.
     Raises TypeError for kinds and dtypes, ValueError for shapes and values.
     """
     q, k, v = operands_of(names, q, k, v)
@@ -110,20 +113,20 @@ def check(
     of_call = (lead, seqlen_q, stop - start, offset, start, seqlen_k)
     flags = flag(names.causal, causal), block_table is not None
     problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, *flags, **others)
-    shape = (*rows, v.shape[-1])
-    if in_order_of_q and out is None and shape == q.shape:
+    has_lse, shape = flag("return_lse", return_lse), (*rows, v.shape[-1])
+    if not results:
+        out = np.broadcast_to(np.zeros((), q.dtype), shape)
+    elif in_order_of_q and out is None and shape == q.shape:
         out = empty_in_order_of(q)
     else:
         out = _output(out, shape, has_heads, names, inputs, modifying)
-    lse = None
-    if flag("return_lse", return_lse):
-        lse = new_array(q, rows, problem.variant.dtype)
+    lse = new_array(q, rows, problem.variant.dtype) if has_lse and results else None
     if ranges is None and stop - start < seqlen_k:
         k, v, mask, bias = _cut(k, v, mask, bias, slice(start, stop))
     operands = Operands(
         q, k, v, mask, bias, out, lse, alibi, sinks, ranges, block_table=block_table
     )
-    return problem, _with_modifying(operands, modifying)
+    return problem, _with_options(operands, problem, modifying)
 
 
 def check_packed(
@@ -173,7 +176,7 @@ def check_packed(
     operands = Operands(
         q, k, v, None, None, out, lse, alibi, sinks, ranges, starts, block_table=block_table
     )
-    return problem, _with_modifying(operands, modifying)
+    return problem, _with_options(operands, problem, modifying)
 
 
 def check_backend(backend: Any, known: tuple[str, ...] = BACKENDS) -> None:
@@ -237,7 +240,10 @@ def _output(
     return out
 
 
-def _with_modifying(operands: Operands, modifying: Modifying | None) -> Operands:
+def _with_options(operands: Operands, problem: Problem, modifying: Modifying | None) -> Operands:
+    if problem.dropout_p:
+        keys = dropout.head_keys(problem.dropout_seed, problem.batch, problem.heads_q)
+        operands = operands._replace(dropout_keys=keys)
     if modifying is None:
         return operands
     score_aux, mask_aux, block_mask = modifying[1:4]
@@ -281,7 +287,8 @@ def _problem_of(
         sinks = sinks_of(sinks, heads_q, dtype)
     sizes = (batch, heads_q, v.shape[-3], seqlen_q, seqlen_k, head_dim, v.shape[-1])
     numbers: tuple[Any, ...] = (scale_of(scale, head_dim, dtype), offset, left, right)
-    numbers += (chunk_of(chunk), softcap_of(softcap, dtype), *dropout_of(dropout_p, dropout_seed))
+    numbers += (chunk_of(chunk), 0, softcap_of(softcap, dtype))
+    numbers += dropout_of(dropout_p, dropout_seed)
     variant: tuple[Any, ...] = (dtype, storage, paged)
     scores = (batch, heads_q, seqlen_q, all_keys)
     modifying = _modifying(score_mod, mask_mod, aux, block_mask, scores)

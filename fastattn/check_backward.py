@@ -33,10 +33,29 @@ def check_backward(
 
     `wanted` are those of RETURNS. Raises as check() does.
     """
+    problem, operands, dout, dlse = check_operands(
+        dout, q, k, v, out, lse, dlse, score_mod_grad, wanted, arguments
+    )
+    return problem, operands, _gradients(problem, operands, dout, dlse, wanted, arguments)
+
+
+def check_operands(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    score_mod_grad: Any,
+    wanted: tuple[str, ...],
+    arguments: dict[str, Any],
+) -> tuple[Problem, Operands, np.ndarray, np.ndarray | None]:
+    """Return (problem, operands, dout, dlse) of check_backward(), and allocate nothing."""
     _check_wanted(wanted, arguments)
     # Lengths are never folded into views: then all arrays that take gradients have the sizes of k.
     q, k, v = map(numpy_view, NAMES, (q, k, v))  # there are no gradients for a GPU's arrays
-    problem, operands = check(q, k, v, **arguments, fold=False)
+    problem, operands = check(q, k, v, **arguments, fold=False, results=False)
     rank_2 = operands.q.ndim == 3 and np.ndim(q) == np.ndim(k) == np.ndim(v) == 2
     given = operands.out.shape[1:] if rank_2 else operands.out.shape
     dout, out, lse, dlse = _results((dout, out, lse, dlse), given, given[:-1], problem)
@@ -44,8 +63,7 @@ def check_backward(
         dout, out, lse = dout[None], out[None], lse[None]
         dlse = None if dlse is None else dlse[None]
     operands = operands._replace(out=out, lse=lse)
-    problem = _with_slopes(problem, operands, score_mod_grad)
-    return problem, operands, _gradients(problem, operands, dout, dlse, wanted, arguments)
+    return _with_slopes(problem, operands, score_mod_grad), operands, dout, dlse
 
 
 def check_packed_backward(

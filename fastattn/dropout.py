@@ -35,6 +35,11 @@ def head_keys(seed: int, batch: int, heads: int) -> np.ndarray:
     return chained(chained(root, np.arange(batch))[:, None], np.arange(heads))
 
 
+def moved(keys: np.ndarray, first: int) -> np.ndarray:
+    """Return keys from which chained() makes for an index n what it makes of `keys` for first + n."""
+    return keys + np.uint64(GOLDEN * first % 2**64)
+
+
 def kept(row_keys: np.ndarray, j: np.ndarray, dropout_p: float) -> np.ndarray:
     """Return (*row_keys.shape, len(j)) bool: True where the probability of key j is kept."""
     low, high = row_keys.astype(np.uint32), (row_keys >> np.uint64(32)).astype(np.uint32)

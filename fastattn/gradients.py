@@ -227,7 +227,7 @@ def _differentiate_block(
     ds = rows.dout @ v.swapaxes(-1, -2)  # dp, until delta is taken from it
     kept_p = p
     if row_keys is not None:
-        keep = dropout.kept(row_keys, _range(keys), problem.dropout_p)
+        keep = dropout.kept(row_keys, _range(keys) + problem.keys_before, problem.dropout_p)
         factor = keep * p.dtype.type(dropout.factor(problem.dropout_p))
         kept_p = p * factor
         ds = np.where(keep, ds * factor, 0)

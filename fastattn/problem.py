@@ -49,6 +49,9 @@ class Problem:
     left: int | None  # row i sees keys j >= i + offset - left; None = unlimited
     right: int | None  # row i sees keys j <= i + offset + right; causal is 0; None = unlimited
     chunk: int = 0  # rows see keys whose j // chunk is (i + offset) // chunk; 0 = all
+    # Keys of a larger call, of which this one is a part, that come before key 0 of this one. chunk and
+    # dropout count from there.
+    keys_before: int = 0
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 = off
     dropout_p: float = 0.0  # the share of probabilities that dropout takes; 0 = off
     dropout_seed: int = 0  # from 0 to 2**63 - 1
@@ -74,7 +77,9 @@ class Problem:
         if self.right is not None:
             stop = np.minimum(stop, position + self.right + 1)
         if self.chunk:
-            first = position // self.chunk * self.chunk  # rounded down, also below 0
+            before = self.keys_before
+            # Rounded down, also below 0.
+            first = (position + before) // self.chunk * self.chunk - before
             start, stop = np.maximum(start, first), np.minimum(stop, first + self.chunk)
         return start, stop
 
@@ -145,6 +150,8 @@ class Operands(NamedTuple):
     # Variant.mask_mod needs to be run in partial blocks only.
     block_mask: np.ndarray | None = None
     block_table: np.ndarray | None = None  # (batch, max_pages) int64, C-contiguous: pages of k, v
+    # (batch, heads_q) uint64, C-contiguous: dropout.head_keys(); None without dropout.
+    dropout_keys: np.ndarray | None = None
 
 
 class Gradients(NamedTuple):

@@ -145,10 +145,8 @@ def _grouped(problem: Problem, operands: Operands, lead: tuple[int, ...]) -> Slo
 
     q, k, v, mask, bias, out, lse, alibi, sinks = operands[:9]
     sinks = None if sinks is None else np.broadcast_to(sinks, (*lead, problem.heads_q))
-    keys = None
-    if problem.dropout_p:
-        keys = dropout.head_keys(problem.dropout_seed, problem.batch, problem.heads_q)
-        keys = keys.reshape(*lead, problem.heads_q)
+    keys = operands.dropout_keys
+    keys = None if keys is None else keys.reshape(*lead, problem.heads_q)
     arrays: list[Any] = [split(q, -3), repeat(k), repeat(v), split(mask, -3), split(bias, -3)]
     arrays += [split(out, -3), split(lse, -2), split(alibi, -1), split(sinks, -1), split(keys, -1)]
     arrays.append(places(problem, operands, lead))
@@ -322,7 +320,8 @@ def _attend_rows(problem: Problem, part: Slots, rows: slice, block_n: int) -> No
         s, hidden = scores(problem, part, q, rows, keys)
         p = _online_update(state, s)
         if row_keys is not None:
-            p *= dropout.kept(row_keys, np.arange(keys.start, keys.stop), problem.dropout_p)
+            j = np.arange(keys.start, keys.stop) + problem.keys_before
+            p *= dropout.kept(row_keys, j, problem.dropout_p)
         v = block(part.v[..., :1, keys, :], q.dtype)
         state.acc[...] += _weighted_values(p, v, hidden)
     _finish(state, part, rows, dropout.factor(problem.dropout_p))

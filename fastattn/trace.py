@@ -73,20 +73,21 @@ def trace(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
         number = recorder.operand(result)
     except TypeError:
         raise TypeError(f"{argument} must return its result, got {result!r}") from None
-    kind = recorder.kind(number)
-    if argument == "mask_mod" and kind != "bool":
+    if argument == "mask_mod" and (kind := recorder.kind(number)) != "bool":
         raise TypeError(f"mask_mod must return bool, True where a row may attend, got {kind}")
     if argument != "mask_mod":
         number = recorder.convert(number, "float")
     return Modifier(argument, _needed(recorder.steps, number), aux)
 
 
-def traced(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
+def traced(function: Callable | Modifier, argument: str, aux: AuxTypes = ()) -> Modifier:
     """Return trace() of these arguments, remembered for as long as the function lives.
 
     So a function is run once for each kind of aux: later changes of variables that it reads from
-    outside are not seen.
+    outside are not seen. A Modifier is what it is: it has been traced, for this aux.
     """
+    if isinstance(function, Modifier):
+        return function
     try:
         known = _traced.setdefault(function, {})
     except TypeError:  # it has no hash, or cannot be referred to weakly
@@ -98,9 +99,11 @@ def traced(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
 
 
 def recorded(argument: str, aux: AuxTypes, build: Callable[[_Recorder], Any]) -> Modifier:
-    """Return what build(recorder) makes, a float, of stand-ins of that recorder."""
+    """Return what build(recorder) makes of stand-ins of that recorder; a float but for a mask_mod."""
     recorder = _Recorder(aux)
-    number = recorder.convert(recorder.operand(build(recorder)), "float")
+    number = recorder.operand(build(recorder))
+    if argument != "mask_mod":
+        number = recorder.convert(number, "float")
     return Modifier(argument, _needed(recorder.steps, number), aux)
 
 

@@ -90,9 +90,9 @@ def next_row(i, r, group):
 def low_key(job, position):
     """First key that window and chunk let a query at this position see. Grows with the position."""
     low = position - field(job, "left")
-    chunk = field(job, "chunk")
+    chunk, before = field(job, "chunk"), field(job, "keys_before")
     if chunk != 0:
-        low = max(low, position // chunk * chunk)
+        low = max(low, (position + before) // chunk * chunk - before)
     return max(low, 0)
 
 
@@ -100,7 +100,7 @@ def low_key(job, position):
 def high_key(job, position, keys):
     """The key after the last that it may see, of `keys`. Grows with the position."""
     high = min(position + field(job, "right") + 1, keys)
-    chunk = field(job, "chunk")
+    chunk, before = field(job, "chunk"), field(job, "keys_before")
     if chunk != 0:
-        high = min(high, (position // chunk + 1) * chunk)
+        high = min(high, ((position + before) // chunk + 1) * chunk - before)
     return high

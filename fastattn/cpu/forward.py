@@ -69,12 +69,12 @@ def softmax_block(variant: Variant, unit: VectorUnit):
     def drop_rows(job, item, row, count, n_start, s, start, stop):
         """Dropout on every row of p."""
         group, s_stride = field(job, "group"), field(job, "s_stride")
-        keys = INTEGERS(field(job, "dropout_keys"))
+        keys, first_j = INTEGERS(field(job, "dropout_keys")), n_start + field(job, "keys_before")
         head = item[BATCH] * group * field(job, "heads_kv") + item[HEAD] * group
         i, r = row // group, row % group
         for m in range(count):
             key = row_key(keys[head + r], i)
-            drop(at(s, m * s_stride), start, stop, n_start, key, field(job, "dropout_threshold"))
+            drop(at(s, m * s_stride), start, stop, first_j, key, field(job, "dropout_threshold"))
             i, r = next_row(i, r, group)
 
     @jit

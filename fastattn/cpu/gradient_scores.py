@@ -78,6 +78,7 @@ def probabilities_block(variant: Variant, lanes: int):
         keys, factor = INTEGERS(field(job, "dropout_keys")), scalar(field(job, "dropout_factor"))
         drops, threshold = field(job, "dropout_keys") != 0, field(job, "dropout_threshold")
         head = item[BATCH] * group * field(job, "heads_kv") + item[HEAD] * group
+        first_j = n_start + field(job, "keys_before")
         i, r = row // group, row % group
         key = row_key(0, 0)
         for m in range(count):
@@ -93,7 +94,7 @@ def probabilities_block(variant: Variant, lanes: int):
                 delta[m],
                 partial,
                 drops,
-                n_start,
+                first_j,
                 key,
                 threshold,
                 factor,

@@ -30,6 +30,7 @@ FIELDS = (
     "left",
     "right",
     "chunk",
+    "keys_before",  # what chunk and dropout add to a position and a key index
     "dropout_threshold",  # numbers below it, of 2**32, drop
     "block_m",
     "m_blocks",
@@ -67,7 +68,7 @@ FIELDS = (
     "block_mask_col",
     "block_mask_m",  # queries and keys of one of its blocks
     "block_mask_n",
-    "dropout_keys",  # address of (batch, heads_q) uint64: dropout.head_keys()
+    "dropout_keys",  # address of Operands.dropout_keys, or 0
     *(operand + part for operand in OPERANDS for part in PARTS),
 )
 GRADIENT_OPERANDS = ("dout", "dq", "dk", "dv", "dbias")

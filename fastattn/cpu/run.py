@@ -125,6 +125,7 @@ def sizes_of(plan: Plan) -> tuple[float, ...]:
         UNLIMITED if problem.left is None else problem.left,
         UNLIMITED if problem.right is None else problem.right,
         problem.chunk,
+        problem.keys_before,
         dropout.threshold(problem.dropout_p),
         plan.block_m,
         -(-rows // plan.block_m),
@@ -315,17 +316,15 @@ def _page_fields(operands: Operands) -> tuple[int, ...]:
 
 def extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tuple[int, ...]:
     """The job's fields from alibi to dropout_keys; the arrays go to `kept`."""
-    keys = score_aux = mask_aux = None
+    score_aux = mask_aux = None
     blocks = operands.block_mask
-    if problem.dropout_p:
-        keys = dropout.head_keys(problem.dropout_seed, problem.batch, problem.heads_q)
     if operands.score_aux:
         score_aux = aux_table(operands.score_aux)
     if operands.mask_aux:
         mask_aux = aux_table(operands.mask_aux)
     arrays = (operands.alibi, operands.sinks, operands.ranges, operands.starts)
     plain = tuple(None if a is None else np.ascontiguousarray(a) for a in arrays)
-    kept += [a for a in (*plain, score_aux, mask_aux, keys) if a is not None]
+    kept += [a for a in (*plain, score_aux, mask_aux) if a is not None]
     return (
         *map(address, plain),
         *_page_fields(operands),
@@ -336,7 +335,7 @@ def extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tupl
         *((0,) * 4 if blocks is None else blocks.strides),
         problem.block_mask_m,
         problem.block_mask_n,
-        address(keys),
+        address(operands.dropout_keys),
     )
 
 

@@ -34,6 +34,7 @@ FIELDS = (
     "left",  # UNLIMITED where there is no window on that side
     "right",
     "chunk",  # 0 = off
+    "keys_before",  # what chunk and dropout add to a position and a key index
     "dropout_threshold",  # numbers below it, of 2**32, drop
     "m_blocks",  # blocks of query rows of one head: the grid has m_blocks * heads * batch * splits
     "num_splits",  # 1, or as many parts of the keys, for few queries against many keys
@@ -62,7 +63,7 @@ FIELDS = (
     "block_mask_col",
     "block_mask_m",  # queries and keys of one of its blocks
     "block_mask_n",
-    "dropout_keys",  # address of (batch, heads_q) uint64: dropout.head_keys()
+    "dropout_keys",  # address of Operands.dropout_keys, or 0
     *(operand + part for operand in OPERANDS for part in PARTS),
 )
 FLOATS = ("scale", "scale_log2", "q_sign", "softcap", "dropout_factor")

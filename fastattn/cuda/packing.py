@@ -22,7 +22,7 @@ def job_of(
 ) -> Job:
     """The job of a call.
 
-    operands    views of the memory of the device, but for sinks, ranges and starts
+    operands    views of the memory of the device, but for sinks, ranges, starts and dropout_keys
     address_of  where a view lies; of these, and of tables made here, where a copy does, in C order
     partial     address of (batch, heads_q, seqlen_q, num_splits, head_dim_v + 2) numbers of
                 Variant.dtype, if keys are split
@@ -56,6 +56,7 @@ def _numbers(problem: Problem) -> dict[str, float]:
         "left": UNLIMITED if problem.left is None else problem.left,
         "right": UNLIMITED if problem.right is None else problem.right,
         "chunk": problem.chunk,
+        "keys_before": problem.keys_before,
         "dropout_threshold": dropout.threshold(problem.dropout_p),
         "first_key": problem.first_key,
     }
@@ -110,15 +111,12 @@ def _extras(problem: Problem, operands: Operands, address_of: AddressOf) -> dict
     kind = 0 if operands.bias is None else BIAS_KINDS.index(operands.bias.dtype.name)
     changes = problem.softcap > 0 or operands.alibi is not None or modifies or kind > 0
     found = {"changes_scores": int(changes), "bias_kind": kind}
-    for name in ("sinks", "ranges", "starts"):
+    for name in ("sinks", "ranges", "starts", "dropout_keys"):
         array = getattr(operands, name)
         if array is not None:
             found[name] = address_of(array)
     if operands.alibi is not None:
         found["alibi"], found["alibi_batch"] = address_of(operands.alibi), _step(operands.alibi)
-    if problem.dropout_p:
-        keys = dropout.head_keys(problem.dropout_seed, problem.batch, problem.heads_q)
-        found["dropout_keys"] = address_of(keys)
     for name in ("score_aux", "mask_aux"):
         arrays = getattr(operands, name)
         if arrays:

@@ -124,8 +124,9 @@ def key_range_of(words: Any) -> Callable:
         stop = min(seqlen_k, last + job.right + 1)
         if job.chunk > 0:
             # Rounded down, also below 0.
-            start = max(start, first // job.chunk * job.chunk)
-            stop = min(stop, (last // job.chunk + 1) * job.chunk)
+            before = job.keys_before
+            start = max(start, (first + before) // job.chunk * job.chunk - before)
+            stop = min(stop, ((last + before) // job.chunk + 1) * job.chunk - before)
         return start, stop
 
     return key_range

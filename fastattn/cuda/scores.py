@@ -100,7 +100,9 @@ def key_in_window(words: Any) -> Callable:
     def in_window(job, position, j):
         if j < position - job.left or j > position + job.right:
             return False
-        return job.chunk == 0 or j // job.chunk == position // job.chunk
+        if job.chunk == 0:
+            return True
+        return (j + job.keys_before) // job.chunk == (position + job.keys_before) // job.chunk
 
     return in_window
 

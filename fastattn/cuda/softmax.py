@@ -191,7 +191,7 @@ def weights_of_thread(dtype: str, tile: Tile, words: Any) -> Callable:
     @words.device(types.void)
     def own_weights(job, rows, buffer, parts, row_max, hidden, n0):
         tid = np.int64(cuda.threadIdx.x)
-        ty, tx = tid // threads_n, tid % threads_n
+        ty, tx, first_j = tid // threads_n, tid % threads_n, n0 + job.keys_before
         for m in range(own_rows):
             r, total = ty + threads_m * m, real(0)
             best = row_max[r]
@@ -204,7 +204,7 @@ def weights_of_thread(dtype: str, tile: Tile, words: Any) -> Callable:
                     p = exp(buffer[at] - best)
                     total += p
                     drops = job.dropout_keys != 0
-                    if drops and not is_kept(rows.key[r], n0 + c, job.dropout_threshold):
+                    if drops and not is_kept(rows.key[r], first_j + c, job.dropout_threshold):
                         p = real(0)
                 buffer[at] = p
             parts[r * (threads_n + 1) + tx] = total

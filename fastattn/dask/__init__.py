@@ -1,0 +1,16 @@
+"""Attention on dask arrays: beyond one machine, and beyond memory. See docs/dask.md."""
+
+from .backward import attention_backward
+from .forward import attention
+from .report import Tasks, explain
+from .sizes import suggest_chunks
+from .storage import from_memmap
+
+__all__ = [
+    "Tasks",
+    "attention",
+    "attention_backward",
+    "explain",
+    "from_memmap",
+    "suggest_chunks",
+]

@@ -1,0 +1,201 @@
+"""attention_backward() on dask arrays: what each pair of chunks adds to the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import dask.array as da
+import numpy as np
+from dask.task_spec import Task, TaskRef
+
+from .. import backward as core
+from ..arguments import flag
+from ..backward import wanted_of
+from ..check import check_backend
+from ..check_backward import check_operands
+from ..modifier import aux_types
+from ..signatures import passing_keywords_to
+from ..trace import traced
+from .arrays import WHOLE, check_array, check_small, stand_in
+from .call import Index, add, convert, differentiate_block, pick, sink_gradients
+from .forward import with_heads
+from .graph import Graph, Key
+from .grid import Chunks, chunks_of
+from .layout import Layout, lay_out
+
+INPUTS = ("dout", "q", "k", "v", "out", "lse", "dlse", "mask", "bias")
+GIVEN = ("dout", "q", "k", "v", "out", "lse", "dlse")
+
+
+class Target(NamedTuple):
+    """A gradient, in the chunks of what it is the gradient by."""
+
+    name: str
+    axes: tuple[int, ...]  # as in arrays.Operand: which chunk of it a block adds to
+    chunks: tuple[Chunks, ...]
+    dtype: np.dtype
+
+    @property
+    def indices(self) -> Iterator[Index]:
+        return np.ndindex(*(len(sizes) for sizes in self.chunks))
+
+    def index(self, place: Index) -> Index:
+        """Return which chunk the block at a place adds to."""
+        return tuple(0 if axis == WHOLE else place[axis] for axis in self.axes)
+
+
+@passing_keywords_to(core.attention_backward)
+def attention_backward(
+    dout: da.Array,
+    q: da.Array,
+    k: da.Array,
+    v: da.Array,
+    out: da.Array,
+    lse: da.Array,
+    *,
+    dlse: da.Array | None = None,
+    score_mod_grad: Any = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    return_dalibi: bool = False,
+    **arguments: Any,
+) -> tuple[da.Array, ...]:
+    """Return fastattn.attention_backward() of dask arrays, to be computed by any scheduler.
+
+    Each pair of a chunk of queries and a chunk of keys that sees one another is a task; what they
+    add to a chunk of dq, dk or dv is summed two by two.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, dlse : dask arrays, shapes and dtypes as there
+        out and lse are those of attention(..., return_lse=True).
+    others : as in attention() here, and in fastattn.attention_backward()
+
+    Returns
+    -------
+    dq, dk, dv : dask arrays, dtype of q, in the chunks of q, k and v after they are lined up
+    dbias, dsinks, dalibi : in this order, those that were asked for
+
+    Raises
+    ------
+    As attention(), and as fastattn.attention_backward().
+
+    References
+    ----------
+    Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2.
+    """
+    flags = return_dbias, return_dsinks, return_dalibi
+    wanted = wanted_of(*flags)
+    given = dict(zip(GIVEN, (dout, q, k, v, out, lse, dlse), strict=True))
+    layout, is_matrix = _layout_of(given, score_mod_grad, wanted, **arguments)
+    found = _arrays(layout, wanted, arguments)
+    if is_matrix:
+        found = [a[0] for a in found[:3]] + found[3:]
+    return tuple(found)
+
+
+def _layout_of(
+    given: dict[str, Any],
+    score_mod_grad: Any,
+    wanted: tuple[str, ...],
+    *,
+    backend: str = "auto",
+    **arguments: Any,
+) -> tuple[Layout, bool]:
+    check_backend(backend)
+    check_small(arguments)
+    arrays = {n: None if a is None and n == "dlse" else check_array(n, a) for n, a in given.items()}
+    masks = {name: arguments.get(name) for name in ("mask", "bias")}
+    stubs = {name: stand_in(name, a) for name, a in (arrays | masks).items()}
+    stubbed = arguments | {name: stubs.pop(name) for name in masks}
+    problem, operands, _, _ = check_operands(
+        **stubs, score_mod_grad=score_mod_grad, wanted=wanted, arguments=stubbed
+    )
+    slopes = None
+    if score_mod_grad is not None:
+        slopes = traced(score_mod_grad, "score_mod_grad", aux_types(operands.score_aux))
+    is_matrix = all(arrays[name].ndim == 2 for name in "qkv")
+    whole = {n: a if a is None else _with_heads(n, a, is_matrix) for n, a in arrays.items()} | masks
+    arguments = {n: a for n, a in arguments.items() if n not in masks}
+    laid = lay_out(problem, operands, whole, arguments, backend, score_mod_grad=slopes)
+    return laid, is_matrix
+
+
+def _with_heads(name: str, array: da.Array, is_matrix: bool) -> da.Array:
+    if name in ("lse", "dlse"):
+        return array[None] if is_matrix else array
+    return with_heads(array)
+
+
+def _arrays(layout: Layout, wanted: tuple[str, ...], arguments: dict[str, Any]) -> list[da.Array]:
+    """Return dq, dk, dv and those of `wanted`."""
+    graph = Graph(layout, "attention-backward")
+    targets = _targets(layout, wanted, arguments)
+    of_pairs = tuple(target.name for target in targets[3:] if target.name != "dsinks")
+    terms: dict[str, dict[Index, list[Key]]] = {t.name: {} for t in targets}
+    parts, part_tasks = graph.layer("part")
+    picked = {t.name: graph.layer(f"{t.name}-part", "part") for t in targets}
+    for index, keys in layout.rows:
+        if "dsinks" in terms:
+            name, tasks = picked["dsinks"]
+            here, key = (*index, 0), (name, *index)
+            of = ("dout", "out", "lse", "dlse")
+            tasks[key] = graph.task(key, here, sink_gradients, of=of)
+            sinks = next(t for t in targets if t.name == "dsinks")
+            terms["dsinks"].setdefault(sinks.index(here), []).append(key)
+        for n in keys:
+            here = (*index, n)
+            part = (parts, *here)
+            part_tasks[part] = graph.task(part, here, differentiate_block, of_pairs, of=INPUTS)
+            for which, target in enumerate(t for t in targets if t.name != "dsinks"):
+                name, tasks = picked[target.name]
+                key = (name, *here)
+                tasks[key] = Task(key, pick, TaskRef(part), which)
+                at = target.index(layout.place(here))
+                terms[target.name].setdefault(at, []).append(key)
+    return [_summed(graph, target, terms[target.name]) for target in targets]
+
+
+def _summed(graph: Graph, target: Target, terms: dict[Index, list[Key]]) -> da.Array:
+    """Return a gradient as the sums of what its chunks are given; 0 without any."""
+    sums, sum_tasks = graph.layer(f"{target.name}-sum", f"{target.name}-part")
+    steps = [f"{target.name}-{step}" for step in ("part", "sum")]
+    name, tasks = graph.layer(target.name, *steps)
+    for index in target.indices:
+        key = (name, *index)
+        if index in terms:
+            last = TaskRef(graph.tree(sum_tasks, (sums, *index), terms[index], add))
+            tasks[key] = Task(key, convert, last, target.dtype)
+        else:
+            shape = tuple(sizes[n] for sizes, n in zip(target.chunks, index, strict=True))
+            tasks[key] = Task(key, np.zeros, shape, target.dtype)
+    return graph.array(target.name, target.chunks, target.dtype)
+
+
+def _targets(
+    layout: Layout, wanted: tuple[str, ...], arguments: dict[str, Any]
+) -> list[Target]:
+    """Return what there are gradients by: q, k, v, then `wanted`."""
+    found = [_target_of(layout, f"d{name}") for name in "qkv"]
+    heads = layout.call.grid.heads
+    rank = len(layout.call.grid.lead)
+    for name in wanted:
+        if name == "dbias":
+            found.append(_target_of(layout, name))
+            continue
+        given = np.asarray(arguments[name[1:]])
+        edges = [*layout.call.grid.lead, heads][-given.ndim :]
+        axes, chunks = [], []
+        for axis, (size, own) in enumerate(zip(given.shape, edges, strict=True)):
+            fits = size == own[-1]
+            axes.append(rank + 1 - given.ndim + axis if fits else WHOLE)
+            chunks.append(chunks_of(own) if fits else (size,))
+        found.append(Target(name, tuple(axes), tuple(chunks), given.dtype))
+    return found
+
+
+def _target_of(layout: Layout, name: str) -> Target:
+    operand = layout.operands[name[1:]]
+    array = operand.array  # type: ignore[union-attr]
+    return Target(name, operand.axes, array.chunks, array.dtype)  # type: ignore[union-attr]

@@ -1,0 +1,92 @@
+"""The graph of a call: a task for each visible pair of chunks, trees that join their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask.highlevelgraph import HighLevelGraph
+from dask.task_spec import GraphNode, Task, TaskRef
+
+from .arrays import Operand
+from .call import Index, add
+from .grid import Chunks
+from .layout import Layout
+
+Key = tuple[Any, ...]
+Tasks = dict[Any, Any]
+
+
+class Graph:
+    """Layers that are being made, all for one layout."""
+
+    def __init__(self, layout: Layout, prefix: str):
+        self.layout, self.prefix = layout, prefix
+        self.call = f"{prefix}-call-{layout.name}"
+        self._layers: dict[str, Tasks] = {self.call: {self.call: layout.call}}
+        self._needs: dict[str, set[str]] = {self.call: set()}
+
+    def layer(self, step: str, *needs: str) -> tuple[str, Tasks]:
+        """Return (name, tasks to be filled in) of a new layer, which needs those of other steps."""
+        name = self.name(step)
+        self._layers[name], self._needs[name] = {}, {self.call, *map(self.name, needs)}
+        return name, self._layers[name]
+
+    def name(self, step: str) -> str:
+        return f"{self.prefix}{step and '-'}{step}-{self.layout.name}"
+
+    def task(
+        self, key: Key, index: Index, run: Callable[..., Any], *arguments: Any, of: Iterable[str]
+    ) -> GraphNode:
+        """Return the task run(call, index, *arguments, the blocks of the operands `of`).
+
+        What only has to be read for it is read by it.
+        """
+        place, blocks = self.layout.place(index), []
+        reading: dict[Any, GraphNode] = {}
+        for name in of:
+            found = self.layout.operands.get(name)
+            blocks.append(None if found is None else TaskRef(found.key(place)))
+            if found is not None and name in "kv":
+                reading |= {node.key: node for node in found.reading(place)}
+        task = Task(key, run, TaskRef(self.call), index, *arguments, *blocks)
+        return Task.fuse(*reading.values(), task, key=key) if reading else task
+
+    def tree(self, tasks: Tasks, key: Key, parts: Sequence[Key], join: Callable[..., Any]) -> Key:
+        """Add the tasks that join parts two by two, neighbours first; return the last one's key.
+
+        key  (name, *index): those of the tasks have two numbers more
+        """
+        level = 0
+        while len(parts) > 1:
+            joined: list[Key] = []
+            for n in range(0, len(parts) - 1, 2):
+                task = (*key, level, n // 2)
+                tasks[task] = Task(task, join, TaskRef(parts[n]), TaskRef(parts[n + 1]))
+                joined.append(task)
+            parts = joined + list(parts[len(parts) // 2 * 2 :])
+            level += 1
+        return parts[0]
+
+    def array(self, step: str, chunks: Sequence[Chunks], dtype: Any) -> da.Array:
+        """Return the layer of this step as a dask array."""
+        name = self.name(step)
+        graph = self._finished(name)
+        return da.Array(graph, name, tuple(chunks), meta=np.empty((0,) * len(chunks), dtype))
+
+    def _finished(self, last: str) -> HighLevelGraph:
+        """The layers that lead to one of them, with those of the caller's arrays below."""
+        given = [found.array.dask for found in self.layout.operands.values() if found is not None]
+        below = HighLevelGraph.merge(*given)
+        own, missing = {last}, [last]
+        while missing:
+            more = {name for name in self._needs[missing.pop()] if self._layers[name]} - own
+            own |= more
+            missing += more
+        # Any of ours may read any of the caller's, or where one of them is stored.
+        needs = {name: (self._needs[name] & own) | {*below.layers} for name in own}
+        needs[self.call] = set()
+        layers = {name: self._layers[name] for name in own}
+        return HighLevelGraph({**below.layers, **layers}, {**below.dependencies, **needs})

@@ -1,0 +1,154 @@
+"""What a call on dask arrays comes to: its grid, its operands, and the blocks that are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask.base import tokenize
+
+from ..block_mask import SKIPPED
+from ..problem import Operands, Problem
+from .arrays import Operand, operand
+from .call import Call, Index
+from .grid import Edges, Grid, edges_of, head_edges, joined, visible_chunks
+
+TRAILING = {
+    "q": ("heads", "seqlen_q", ""),
+    "k": ("heads_kv", "seqlen_k", ""),
+    "v": ("heads_kv", "seqlen_k", ""),
+    "mask": ("heads", "seqlen_q", "seqlen_k"),
+    "bias": ("heads", "seqlen_q", "seqlen_k"),
+    "dout": ("heads", "seqlen_q", ""),
+    "out": ("heads", "seqlen_q", ""),
+    "lse": ("heads", "seqlen_q"),
+    "dlse": ("heads", "seqlen_q"),
+}
+# Why batch entries may not share a block.
+ALONE = "every batch entry has a chunk of its own, as {} counts keys from its kv_start"
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Everything that is known of a call before a graph is made of it."""
+
+    call: Call
+    operands: Mapping[str, Operand | None]
+    mask: np.ndarray | None  # where it is in memory: blocks that it hides make no task
+    notes: tuple[str, ...]
+    name: str  # the same for equal calls
+
+    @property
+    def rows(self) -> Iterator[tuple[Index, list[int]]]:
+        """Blocks of rows (*lead, heads, rows), and the chunks of keys that each of them sees."""
+        call, grid = self.call, self.call.grid
+        *lead_shape, heads, rows, _ = grid.shape
+        problem, one = call.problem, np.array([[0, 0, 0, 0]])
+        one[:] = problem.seqlen_q, 0, problem.seqlen_k, problem.offset
+        for lead in np.ndindex(*lead_shape):
+            ranges = one
+            if call.ranges is not None:
+                ranges = call.ranges[grid.lead_slices(lead)].reshape(-1, 4)
+            for m in range(rows):
+                span = grid.rows[m], grid.rows[m + 1]
+                keys = visible_chunks(problem, ranges, span, grid.keys)
+                for h in range(heads):
+                    index = (*lead, h, m)
+                    yield index, [n for n in keys if self._may_see((*index, n))]
+
+    def array(self, name: str) -> da.Array:
+        """Return an operand that is always there, cut along the grid."""
+        return self.operands[name].array  # type: ignore[union-attr]
+
+    def place(self, index: Index) -> Index:
+        """Return the place of a block: its index, and its chunk of key heads."""
+        return (*index, self.call.grid.key_head_chunks[index[-3]])
+
+    def _may_see(self, index: Index) -> bool:
+        """Whether a block mask and a mask in memory hide not all pairs of a block."""
+        grid, block_mask = self.call.grid, self.call.block_mask
+        lead = grid.lead_slices(index)
+        heads, rows, keys = (slice(*span) for span in grid.spans(index))
+        if self.mask is not None:
+            own = (*lead, heads, rows, keys)[-self.mask.ndim :] if self.mask.ndim else ()
+            pairs = zip(self.mask.shape, own, strict=True)
+            if not self.mask[tuple(at if size > 1 else slice(None) for size, at in pairs)].any():
+                return False
+        if block_mask is None:
+            return True
+        m, n = (
+            slice(at.start // size, -(-at.stop // size))
+            for at, size in zip((rows, keys), block_mask.block, strict=True)
+        )
+        kinds = block_mask.kinds[..., m, n]
+        kinds = kinds[:, heads if kinds.strides[1] else slice(0, 1)]
+        b = self.call.places[lead].ravel() if kinds.strides[0] else slice(0, 1)
+        return bool((kinds[b] != SKIPPED).any())
+
+
+def lay_out(
+    problem: Problem,
+    checked: Operands,
+    arrays: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    backend: str,
+    **extra: Any,
+) -> Layout:
+    """Return the layout of a call that has been checked.
+
+    arrays   the caller's, of rank 3 and up but for mask and bias; None for those not given
+    extra    fields of Call
+    """
+    notes: list[str] = []
+    lead = checked.q.shape[:-3]
+    ranges = None if checked.ranges is None else checked.ranges.reshape(*lead, 4)
+    grid = _grid(problem, arrays, lead, ranges, notes)
+    alibi = arguments.get("alibi")
+    call = Call(
+        problem,
+        grid,
+        ranges,
+        None if alibi is None else np.asarray(alibi).astype(problem.variant.dtype),
+        checked.sinks,
+        checked.score_aux,
+        checked.mask_aux,
+        arguments.get("block_mask"),
+        backend,
+        **extra,
+    )
+    operands = {
+        name: None if a is None else operand(name, a, grid, TRAILING[name], notes)
+        for name, a in arrays.items()
+    }
+    mask = arrays.get("mask")
+    mask = None if isinstance(mask, da.Array) or mask is None else np.asarray(mask)
+    names = [None if found is None else found.array.name for found in operands.values()]
+    return Layout(call, operands, mask, tuple(notes), tokenize(names, call))
+
+
+def _grid(
+    problem: Problem,
+    arrays: Mapping[str, Any],
+    lead: tuple[int, ...],
+    ranges: np.ndarray | None,
+    notes: list[str],
+) -> Grid:
+    q, k, v = (arrays[name] for name in "qkv")
+    heads, heads_kv = head_edges(q.chunks[-3], (k.chunks[-3], v.chunks[-3]), problem.group)
+    edges = [_lead_edges(axis - len(lead), size, (q, k, v)) for axis, size in enumerate(lead)]
+    if ranges is not None and (problem.chunk or problem.dropout_p) and np.ptp(ranges[..., 1]):
+        edges = [edges_of((1,) * size) for size in lead]
+        notes.append(ALONE.format("chunk" if problem.chunk else "dropout"))
+    keys = joined((k.chunks[-2], v.chunks[-2]))
+    rows = edges_of(q.chunks[-2])
+    return Grid(tuple(edges), heads, rows, keys, heads_kv, problem.group)
+
+
+def _lead_edges(axis: int, size: int, arrays: tuple[da.Array, ...]) -> Edges:
+    """Return the edges of a batch axis (negative, before the last three), joined."""
+    axis -= 3
+    own = [a.chunks[axis] for a in arrays if a.ndim >= -axis and a.shape[axis] == size]
+    return joined(own)

@@ -1,0 +1,67 @@
+"""Arrays in files, read by the task that needs a block of them."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask.base import tokenize
+from dask.task_spec import Task
+
+from .grid import edges_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an array lies, for whoever reads a part of it."""
+
+    path: str
+    dtype: str
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    order: str  # "C" or "F"
+
+
+def from_memmap(array: np.memmap, chunks: Any = "auto") -> da.Array:
+    """Return a dask array of a memory-mapped file; each task reads its own block of it.
+
+    dask.array.from_array() would read the whole file first, and a cluster send it to its workers.
+    Here they open it themselves, so they must all see it under this path.
+
+    Parameters
+    ----------
+    array : np.memmap, as np.memmap() or np.load(mmap_mode="r") returned it, not a view of one
+    chunks : as in dask.array.from_array()
+
+    Raises
+    ------
+    TypeError    no np.memmap
+    ValueError   a view, or a map without a file
+    """
+    if not isinstance(array, np.memmap):
+        raise TypeError(f"array must be an np.memmap, got {type(array).__name__}")
+    if not isinstance(array.base, mmap.mmap) or array.filename is None:
+        rule = "array must be a map of a file itself, not a view of one"
+        raise ValueError(f"{rule}. Slice the dask array instead.")
+    path = Path(array.filename).resolve()
+    order = "C" if array.flags.c_contiguous else "F"
+    source = Source(str(path), array.dtype.str, array.offset, array.shape, order)
+    chunks = da.core.normalize_chunks(chunks, array.shape, dtype=array.dtype)
+    name = "memmap-" + tokenize(source, path.stat().st_mtime_ns, chunks)
+    graph = {}
+    for index in product(*(range(len(sizes)) for sizes in chunks)):
+        spans = ((edges_of(sizes), n) for sizes, n in zip(chunks, index, strict=True))
+        at = tuple(slice(edges[n], edges[n + 1]) for edges, n in spans)
+        graph[name, *index] = Task((name, *index), read_memmap, source, at)
+    return da.Array(graph, name, chunks, dtype=array.dtype)
+
+
+def read_memmap(source: Source, at: tuple[slice, ...]) -> np.ndarray:
+    """Return a part of an array in memory."""
+    dtype, where = np.dtype(source.dtype), (source.offset, source.shape, source.order)
+    return np.array(np.memmap(source.path, dtype, "r", *where)[at])
