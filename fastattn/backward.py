@@ -195,7 +195,7 @@ def wanted_of(dbias: bool, dsinks: bool, dalibi: bool) -> tuple[str, ...]:
 def finished(
     gradients: Gradients,
     operands: Operands,
-    arrays: tuple[Any, Any, Any],
+    arrays: tuple[Any, ...],
     wanted: tuple[str, ...],
     arguments: dict[str, Any],
 ) -> tuple[np.ndarray, ...]:

@@ -36,7 +36,7 @@ def head_keys(seed: int, batch: int, heads: int) -> np.ndarray:
 
 
 def moved(keys: np.ndarray, first: int) -> np.ndarray:
-    """Return keys from which chained() makes for an index n what it makes of `keys` for first + n."""
+    """Return keys of which chained() makes for n what it makes of `keys` for first + n."""
     return keys + np.uint64(GOLDEN * first % 2**64)
 
 

@@ -1,7 +1,7 @@
 """A call that is a part of a larger one: some of its batch entries, heads, query rows and keys.
 
-Window, lengths and ALiBi need no more than an `align` and lengths of the part's own. What is here is
-for all that depends on the place of a row or key itself: chunk, dropout, score_mod and mask_mod.
+Window, lengths and ALiBi need no more than an `align` and lengths of the part's own. This is for
+all that depends on the place of a row or key itself: chunk, dropout, score_mod and mask_mod.
 """
 
 from __future__ import annotations

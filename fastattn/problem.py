@@ -49,8 +49,8 @@ class Problem:
     left: int | None  # row i sees keys j >= i + offset - left; None = unlimited
     right: int | None  # row i sees keys j <= i + offset + right; causal is 0; None = unlimited
     chunk: int = 0  # rows see keys whose j // chunk is (i + offset) // chunk; 0 = all
-    # Keys of a larger call, of which this one is a part, that come before key 0 of this one. chunk and
-    # dropout count from there.
+    # Where this call is a part of a larger one: keys of that before key 0 of this, from which chunk
+    # and dropout count.
     keys_before: int = 0
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 = off
     dropout_p: float = 0.0  # the share of probabilities that dropout takes; 0 = off

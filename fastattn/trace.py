@@ -83,8 +83,7 @@ def trace(function: Callable, argument: str, aux: AuxTypes = ()) -> Modifier:
 def traced(function: Callable | Modifier, argument: str, aux: AuxTypes = ()) -> Modifier:
     """Return trace() of these arguments, remembered for as long as the function lives.
 
-    So a function is run once for each kind of aux: later changes of variables that it reads from
-    outside are not seen. A Modifier is what it is: it has been traced, for this aux.
+    So later changes of variables that it reads from outside are not seen. A Modifier is what it is.
     """
     if isinstance(function, Modifier):
         return function
@@ -99,7 +98,7 @@ def traced(function: Callable | Modifier, argument: str, aux: AuxTypes = ()) -> 
 
 
 def recorded(argument: str, aux: AuxTypes, build: Callable[[_Recorder], Any]) -> Modifier:
-    """Return what build(recorder) makes of stand-ins of that recorder; a float but for a mask_mod."""
+    """Return what build(recorder) makes of that recorder's stand-ins; a float but for masks."""
     recorder = _Recorder(aux)
     number = recorder.operand(build(recorder))
     if argument != "mask_mod":

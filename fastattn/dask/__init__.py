@@ -1,5 +1,14 @@
 """Attention on dask arrays: beyond one machine, and beyond memory. See docs/dask.md."""
 
+from importlib import import_module
+
+try:
+    import_module("dask.array")
+except ImportError as error:
+    raise ImportError(
+        "fastattn.dask needs dask, which is not installed: pip install 'fastattn[dask]'"
+    ) from error
+
 from .backward import attention_backward
 from .forward import attention
 from .report import Tasks, explain

@@ -14,6 +14,7 @@ from dask.array import chunk as chunk_functions
 from dask.array import core
 from dask.base import is_dask_collection
 from dask.task_spec import Alias, GraphNode, Task
+from dask.utils import M
 
 from .grid import Chunks, Grid, chunk_text, chunks_of
 from .storage import read_memmap
@@ -24,8 +25,8 @@ WHOLE = -1  # an axis with one chunk for all blocks
 # task that needs them, so that none waits in memory for the last of them.
 READING = {
     *(core.getter, core.getter_nofancy, core.getter_inline, operator.getitem),
-    *(chunk_functions.getitem, chunk_functions.astype, np.transpose, read_memmap),
-    *(core.concatenate3, core.concatenate_shaped),
+    *(chunk_functions.getitem, chunk_functions.astype, core.concatenate3, core.concatenate_shaped),
+    *(np.transpose, np.swapaxes, M.reshape, read_memmap),
 }
 
 

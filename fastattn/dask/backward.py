@@ -10,7 +10,6 @@ import numpy as np
 from dask.task_spec import Task, TaskRef
 
 from .. import backward as core
-from ..arguments import flag
 from ..backward import wanted_of
 from ..check import check_backend
 from ..check_backward import check_operands
@@ -20,7 +19,7 @@ from ..trace import traced
 from .arrays import WHOLE, check_array, check_small, stand_in
 from .call import Index, add, convert, differentiate_block, pick, sink_gradients
 from .forward import with_heads
-from .graph import Graph, Key
+from .graph import Graph, Key, Tasks
 from .grid import Chunks, chunks_of
 from .layout import Layout, lay_out
 
@@ -40,7 +39,7 @@ class Target(NamedTuple):
     def indices(self) -> Iterator[Index]:
         return np.ndindex(*(len(sizes) for sizes in self.chunks))
 
-    def index(self, place: Index) -> Index:
+    def chunk(self, place: Index) -> Index:
         """Return which chunk the block at a place adds to."""
         return tuple(0 if axis == WHOLE else place[axis] for axis in self.axes)
 
@@ -105,7 +104,9 @@ def _layout_of(
 ) -> tuple[Layout, bool]:
     check_backend(backend)
     check_small(arguments)
-    arrays = {n: None if a is None and n == "dlse" else check_array(n, a) for n, a in given.items()}
+    arrays: dict[str, Any] = {
+        n: None if a is None and n == "dlse" else check_array(n, a) for n, a in given.items()
+    }
     masks = {name: arguments.get(name) for name in ("mask", "bias")}
     stubs = {name: stand_in(name, a) for name, a in (arrays | masks).items()}
     stubbed = arguments | {name: stubs.pop(name) for name in masks}
@@ -132,40 +133,60 @@ def _arrays(layout: Layout, wanted: tuple[str, ...], arguments: dict[str, Any]) 
     """Return dq, dk, dv and those of `wanted`."""
     graph = Graph(layout, "attention-backward")
     targets = _targets(layout, wanted, arguments)
-    of_pairs = tuple(target.name for target in targets[3:] if target.name != "dsinks")
-    terms: dict[str, dict[Index, list[Key]]] = {t.name: {} for t in targets}
-    parts, part_tasks = graph.layer("part")
-    picked = {t.name: graph.layer(f"{t.name}-part", "part") for t in targets}
-    for index, keys in layout.rows:
-        if "dsinks" in terms:
-            name, tasks = picked["dsinks"]
-            here, key = (*index, 0), (name, *index)
+    terms = {
+        target.name: _Terms(target, *graph.layer(f"{target.name}-part", "part"))
+        for target in targets
+    }
+    sinks = terms.get("dsinks")
+    _add_pairs(graph, [own for own in terms.values() if own is not sinks])
+    if sinks is not None:
+        for index, _ in layout.rows:
+            here = (*index, 0)
+            key = sinks.add(layout.place(here), index)
             of = ("dout", "out", "lse", "dlse")
-            tasks[key] = graph.task(key, here, sink_gradients, of=of)
-            sinks = next(t for t in targets if t.name == "dsinks")
-            terms["dsinks"].setdefault(sinks.index(here), []).append(key)
+            sinks.tasks[key] = graph.task(key, here, sink_gradients, of=of)
+    return [_summed(graph, own) for own in terms.values()]
+
+
+class _Terms:
+    """What the chunks of a gradient are sums of."""
+
+    def __init__(self, target: Target, name: str, tasks: Tasks):
+        self.target, self.name, self.tasks = target, name, tasks
+        self.of: dict[Index, list[Key]] = {}
+
+    def add(self, place: Index, index: Index) -> Key:
+        """Return the key of one more term, of the block at this place."""
+        key = (self.name, *index)
+        self.of.setdefault(self.target.chunk(place), []).append(key)
+        return key
+
+
+def _add_pairs(graph: Graph, terms: list[_Terms]) -> None:
+    """Add the tasks of pairs, and those that take their results apart."""
+    layout = graph.layout
+    parts, tasks = graph.layer("part")
+    of_pairs = tuple(own.target.name for own in terms[3:])
+    for index, keys in layout.rows:
         for n in keys:
             here = (*index, n)
             part = (parts, *here)
-            part_tasks[part] = graph.task(part, here, differentiate_block, of_pairs, of=INPUTS)
-            for which, target in enumerate(t for t in targets if t.name != "dsinks"):
-                name, tasks = picked[target.name]
-                key = (name, *here)
-                tasks[key] = Task(key, pick, TaskRef(part), which)
-                at = target.index(layout.place(here))
-                terms[target.name].setdefault(at, []).append(key)
-    return [_summed(graph, target, terms[target.name]) for target in targets]
+            tasks[part] = graph.task(part, here, differentiate_block, of_pairs, of=INPUTS)
+            for which, own in enumerate(terms):
+                key = own.add(layout.place(here), here)
+                own.tasks[key] = Task(key, pick, TaskRef(part), which)
 
 
-def _summed(graph: Graph, target: Target, terms: dict[Index, list[Key]]) -> da.Array:
+def _summed(graph: Graph, terms: _Terms) -> da.Array:
     """Return a gradient as the sums of what its chunks are given; 0 without any."""
-    sums, sum_tasks = graph.layer(f"{target.name}-sum", f"{target.name}-part")
+    target = terms.target
     steps = [f"{target.name}-{step}" for step in ("part", "sum")]
+    sums, sum_tasks = graph.layer(steps[1], steps[0])
     name, tasks = graph.layer(target.name, *steps)
     for index in target.indices:
         key = (name, *index)
-        if index in terms:
-            last = TaskRef(graph.tree(sum_tasks, (sums, *index), terms[index], add))
+        if index in terms.of:
+            last = TaskRef(graph.tree(sum_tasks, (sums, *index), terms.of[index], add))
             tasks[key] = Task(key, convert, last, target.dtype)
         else:
             shape = tuple(sizes[n] for sizes, n in zip(target.chunks, index, strict=True))
@@ -173,9 +194,7 @@ def _summed(graph: Graph, target: Target, terms: dict[Index, list[Key]]) -> da.A
     return graph.array(target.name, target.chunks, target.dtype)
 
 
-def _targets(
-    layout: Layout, wanted: tuple[str, ...], arguments: dict[str, Any]
-) -> list[Target]:
+def _targets(layout: Layout, wanted: tuple[str, ...], arguments: dict[str, Any]) -> list[Target]:
     """Return what there are gradients by: q, k, v, then `wanted`."""
     found = [_target_of(layout, f"d{name}") for name in "qkv"]
     heads = layout.call.grid.heads

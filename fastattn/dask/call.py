@@ -49,7 +49,9 @@ class Call:
 
     def __dask_tokenize__(self) -> Any:
         mask = self.block_mask
-        mask_parts = None if mask is None else (repr(mask.mask_mod), mask.aux, mask.shape, mask.block)
+        mask_parts = (
+            None if mask is None else (repr(mask.mask_mod), mask.aux, mask.shape, mask.block)
+        )
         arrays = (self.ranges, self.alibi, self.sinks, self.score_aux, self.mask_aux)
         records = repr((self.problem, self.grid, self.score_mod_grad, self.backend))
         return normalize_token((records, arrays, mask_parts))
@@ -127,12 +129,12 @@ class Call:
         """Return the block mask of a block; one partial block where it cuts through blocks."""
         heads, rows, keys = self.grid.spans(index)
         sizes = rows[1] - rows[0], keys[1] - keys[0]
-        block, own = whole.block, (slice(0, 1), slice(0, 1))
+        block, m, n = whole.block, slice(0, 1), slice(0, 1)
         is_cut = rows[0] % block[0] or keys[0] % block[1]
         if not is_cut:
             spans = zip((rows, keys), block, strict=True)
-            own = tuple(slice(start // size, -(-stop // size)) for (start, stop), size in spans)
-        kinds = whole.kinds[..., own[0], own[1]]
+            m, n = (slice(start // size, -(-stop // size)) for (start, stop), size in spans)
+        kinds = whole.kinds[..., m, n]
         kinds = kinds[part.b.ravel()] if whole.shape[0] > 1 else kinds
         kinds = kinds[:, slice(*heads)] if whole.shape[1] > 1 else kinds
         if is_cut:
@@ -153,7 +155,7 @@ class Call:
 def attend_block(
     call: Call, index: Index, first: bool, alone: bool, q: Any, k: Any, v: Any, mask: Any, bias: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (out, lse) of the rows of a block over its keys, and over the sinks if it is the first.
+    """Return (out, lse) of the rows of a block over its keys, and their sinks if it is the first.
 
     Unless it is alone, out is to be merged with others, and rounded only then.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import dask.array as da
@@ -10,8 +10,7 @@ import numpy as np
 from dask.highlevelgraph import HighLevelGraph
 from dask.task_spec import GraphNode, Task, TaskRef
 
-from .arrays import Operand
-from .call import Index, add
+from .call import Index
 from .grid import Chunks
 from .layout import Layout
 
@@ -51,8 +50,12 @@ class Graph:
             blocks.append(None if found is None else TaskRef(found.key(place)))
             if found is not None and name in "kv":
                 reading |= {node.key: node for node in found.reading(place)}
-        task = Task(key, run, TaskRef(self.call), index, *arguments, *blocks)
-        return Task.fuse(*reading.values(), task, key=key) if reading else task
+        task: GraphNode = Task(key, run, TaskRef(self.call), index, *arguments, *blocks)
+        if reading:
+            task = Task.fuse(*reading.values(), task, key=key)
+        # A block's key is the name of its layer and the block's index.
+        self._needs[key[0]].update(k[0] if isinstance(k, tuple) else k for k in task.dependencies)
+        return task
 
     def tree(self, tasks: Tasks, key: Key, parts: Sequence[Key], join: Callable[..., Any]) -> Key:
         """Add the tasks that join parts two by two, neighbours first; return the last one's key.
@@ -77,16 +80,18 @@ class Graph:
         return da.Array(graph, name, tuple(chunks), meta=np.empty((0,) * len(chunks), dtype))
 
     def _finished(self, last: str) -> HighLevelGraph:
-        """The layers that lead to one of them, with those of the caller's arrays below."""
+        """The layers that lead to one of them, and those of the caller's arrays that they need."""
         given = [found.array.dask for found in self.layout.operands.values() if found is not None]
         below = HighLevelGraph.merge(*given)
         own, missing = {last}, [last]
         while missing:
-            more = {name for name in self._needs[missing.pop()] if self._layers[name]} - own
+            more = {n for n in self._needs[missing.pop()] if self._layers.get(n)} - own
             own |= more
             missing += more
-        # Any of ours may read any of the caller's, or where one of them is stored.
-        needs = {name: (self._needs[name] & own) | {*below.layers} for name in own}
-        needs[self.call] = set()
+        needs = {
+            name: {n for n in self._needs[name] if n in own or n in below.layers} for name in own
+        }
+        # dask keeps layers of which nothing is needed, once it has found all that is.
+        below = below.cull_layers({n for names in needs.values() for n in names} - own)
         layers = {name: self._layers[name] for name in own}
         return HighLevelGraph({**below.layers, **layers}, {**below.dependencies, **needs})

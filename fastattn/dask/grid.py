@@ -104,7 +104,9 @@ def visible_chunks(
     sees = (rows[0] <= last) & (start < stop)
     first = np.searchsorted(edges, (kv_start + start)[sees], "right") - 1
     end = np.searchsorted(edges, (kv_start + stop)[sees], "left")
-    return sorted({n for a, b in {*zip(first.tolist(), end.tolist(), strict=True)} for n in range(a, b)})
+    return sorted(
+        {n for a, b in {*zip(first.tolist(), end.tolist(), strict=True)} for n in range(a, b)}
+    )
 
 
 def chunk_text(chunks: Chunks) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import dask.array as da
@@ -44,20 +45,27 @@ class Layout:
     @property
     def rows(self) -> Iterator[tuple[Index, list[int]]]:
         """Blocks of rows (*lead, heads, rows), and the chunks of keys that each of them sees."""
-        call, grid = self.call, self.call.grid
-        *lead_shape, heads, rows, _ = grid.shape
-        problem, one = call.problem, np.array([[0, 0, 0, 0]])
-        one[:] = problem.seqlen_q, 0, problem.seqlen_k, problem.offset
+        *lead_shape, heads, rows, _ = self.call.grid.shape
+        looks_inside = self.mask is not None or self.call.block_mask is not None
+        seen: list[list[int]] = []
         for lead in np.ndindex(*lead_shape):
-            ranges = one
-            if call.ranges is not None:
-                ranges = call.ranges[grid.lead_slices(lead)].reshape(-1, 4)
-            for m in range(rows):
-                span = grid.rows[m], grid.rows[m + 1]
-                keys = visible_chunks(problem, ranges, span, grid.keys)
-                for h in range(heads):
-                    index = (*lead, h, m)
-                    yield index, [n for n in keys if self._may_see((*index, n))]
+            if self.call.ranges is not None or not seen:
+                seen = [self._seen(lead, m) for m in range(rows)]
+            for h, m in product(range(heads), range(rows)):
+                index, keys = (*lead, h, m), seen[m]
+                if looks_inside:
+                    keys = [n for n in keys if self._may_see((*index, n))]
+                yield index, keys
+
+    def _seen(self, lead: Index, m: int) -> list[int]:
+        """Return the chunks of keys that window, chunk and lengths let a chunk of rows see."""
+        problem, grid, ranges = self.call.problem, self.call.grid, self.call.ranges
+        if ranges is None:
+            one = problem.seqlen_q, 0, problem.seqlen_k, problem.offset
+            ranges = np.array([one], np.int64)
+        else:
+            ranges = ranges[grid.lead_slices(lead)].reshape(-1, 4)
+        return visible_chunks(problem, ranges, (grid.rows[m], grid.rows[m + 1]), grid.keys)
 
     def array(self, name: str) -> da.Array:
         """Return an operand that is always there, cut along the grid."""

@@ -31,7 +31,9 @@ class Tasks:
     def __str__(self) -> str:
         rows = [(f"{axis}", text) for axis, text in self.grid]
         share = f"{100 * self.parts / self.pairs:.3g} % of" if self.pairs else "of"
-        rows.append(("tasks", f"{self.parts} parts, {share} {self.pairs} pairs; {self.merges} merges"))
+        rows.append(
+            ("tasks", f"{self.parts} parts, {share} {self.pairs} pairs; {self.merges} merges")
+        )
         rows.append(("a part", f"{self.nbytes / 2**20:.3g} MiB of q, k, v and out"))
         rows += [("note", note) for note in self.notes]
         text = "\n".join(f"{name:<11} {what}" for name, what in rows)
@@ -73,6 +75,6 @@ def _largest(layout: Layout) -> Problem:
         max(chunks_of(edges))
         for edges in (*grid.lead, grid.heads, grid.rows, grid.keys, grid.heads_kv)
     )
-    sizes = {"heads_q": heads, "heads_kv": heads_kv, "seqlen_q": rows, "seqlen_k": keys}
-    visible = {"offset": 0, "left": None, "right": None, "chunk": 0, "block_mask_m": 0}
+    sizes: Any = {"heads_q": heads, "heads_kv": heads_kv, "seqlen_q": rows, "seqlen_k": keys}
+    visible: Any = {"offset": 0, "left": None, "right": None, "chunk": 0, "block_mask_m": 0}
     return replace(problem, batch=prod(lead), **sizes, **visible)

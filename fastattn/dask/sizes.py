@@ -103,9 +103,7 @@ def suggest_chunks(
     return _of_shape(q_shape, chunks, sizes.group, rows), _of_shape(k_shape, chunks, 1, keys)
 
 
-def _of_shape(
-    shape: tuple[int, ...], shared: list[int], group: int, rows: int
-) -> tuple[int, ...]:
+def _of_shape(shape: tuple[int, ...], shared: list[int], group: int, rows: int) -> tuple[int, ...]:
     """Return the chunks of an array: shared is of batch and key heads."""
     own = [*shared[:-1], shared[-1] * group][len(shared) - (len(shape) - 2) :]
     return (*(min(a, max(b, 1)) for a, b in zip(own, shape, strict=False)), rows, -1)

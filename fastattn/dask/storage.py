@@ -21,7 +21,7 @@ class Source:
     """Where an array lies, for whoever reads a part of it."""
 
     path: str
-    dtype: str
+    dtype: np.dtype
     offset: int  # bytes
     shape: tuple[int, ...]
     order: str  # "C" or "F"
@@ -50,18 +50,19 @@ def from_memmap(array: np.memmap, chunks: Any = "auto") -> da.Array:
         raise ValueError(f"{rule}. Slice the dask array instead.")
     path = Path(array.filename).resolve()
     order = "C" if array.flags.c_contiguous else "F"
-    source = Source(str(path), array.dtype.str, array.offset, array.shape, order)
+    source = Source(str(path), array.dtype, array.offset, array.shape, order)
     chunks = da.core.normalize_chunks(chunks, array.shape, dtype=array.dtype)
     name = "memmap-" + tokenize(source, path.stat().st_mtime_ns, chunks)
     graph = {}
     for index in product(*(range(len(sizes)) for sizes in chunks)):
         spans = ((edges_of(sizes), n) for sizes, n in zip(chunks, index, strict=True))
         at = tuple(slice(edges[n], edges[n + 1]) for edges, n in spans)
-        graph[name, *index] = Task((name, *index), read_memmap, source, at)
+        key = (name, *index)
+        graph[key] = Task(key, read_memmap, source, at)
     return da.Array(graph, name, chunks, dtype=array.dtype)
 
 
 def read_memmap(source: Source, at: tuple[slice, ...]) -> np.ndarray:
     """Return a part of an array in memory."""
-    dtype, where = np.dtype(source.dtype), (source.offset, source.shape, source.order)
-    return np.array(np.memmap(source.path, dtype, "r", *where)[at])
+    where: Any = (source.offset, source.shape, source.order)
+    return np.array(np.memmap(source.path, source.dtype, "r", *where)[at])
