@@ -160,9 +160,9 @@ def attention_varlen_backward(
         **arguments,
     )
     run(problem, operands, gradients, backend)
-    main = (a[0].swapaxes(0, 1) for a in (gradients.dq, gradients.dk, gradients.dv))
-    finished = (np.ascontiguousarray(a, operands.q.dtype) for a in main)
-    return tuple(like(q, a) for a in (*finished, *_others(gradients, operands, wanted, arguments)))
+    views = (a[0].swapaxes(0, 1) for a in (gradients.dq, gradients.dk, gradients.dv))
+    main = (np.ascontiguousarray(a, operands.q.dtype) for a in views)
+    return tuple(like(q, a) for a in (*main, *_others(gradients, operands, wanted, arguments)))
 
 
 def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str) -> None:

@@ -33,7 +33,11 @@ WRONG = [
     ({"mask": unknown(4, 70, 50) > 0}, ValueError, "mask must have known chunk sizes"),
     ({"kv_len": da.ones(1, dtype=int)}, TypeError, r"kv_len must be known .* kv_len.compute\(\)"),
     ({"sinks": da.zeros(4)}, TypeError, "sinks must be known when the graph is made"),
-    ({"aux": (da.zeros(4),), "mask_mod": lambda b, h, i, j, aux: i == j}, TypeError, r"aux\[0\]"),
+    (
+        {"aux": (da.zeros(4),), "mask_mod": lambda b, h, i, j, aux: i == j},
+        TypeError,
+        r"aux\[0\] must be known",
+    ),
     ({"v": K[:, 1:]}, ValueError, "k and v must have the same seqlen_k"),
     ({"k": K.astype("f8")}, TypeError, "q, k and v must have the same dtype, got float32, float64"),
     ({"mask": zeros(70, 50)}, TypeError, "mask must be bool, got float32"),

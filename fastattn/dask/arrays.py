@@ -16,6 +16,7 @@ from dask.base import is_dask_collection
 from dask.task_spec import Alias, GraphNode, Task
 from dask.utils import M
 
+from ..kinds import numpy_view
 from .grid import Chunks, Grid, chunk_text, chunks_of
 from .storage import read_memmap
 
@@ -85,8 +86,13 @@ def check_array(name: str, array: Any) -> da.Array:
 
 def check_small(arguments: Mapping[str, Any]) -> None:
     """Raise for a dask array among what decides which tasks there are, or what all of them need."""
-    for name in ("align", "alibi", "sinks", "q_len", "kv_len", "kv_start"):
-        if is_dask_collection(arguments.get(name)):
+    names = ("align", "alibi", "sinks", "q_len", "kv_len", "kv_start")
+    small = {name: arguments.get(name) for name in names}
+    aux = arguments.get("aux", ())
+    if isinstance(aux, (tuple, list)):
+        small |= {f"aux[{slot}]": array for slot, array in enumerate(aux)}
+    for name, value in small.items():
+        if is_dask_collection(value):
             rule = f"{name} must be known when the graph is made, got a dask array"
             raise TypeError(f"{rule}. Pass {name}.compute().")
 
@@ -119,6 +125,7 @@ def operand(
         axes.append(axis if fits else WHOLE)
         chunks.append(chunks_of(own) if fits else (size,))
     if not isinstance(array, da.Array):
+        array = numpy_view(name, array)
         return Operand(da.from_array(array, chunks=tuple(chunks)), tuple(axes))
     pairs = zip(names[skipped:], array.chunks, chunks, strict=True)
     for axis_name, old, new in pairs:

@@ -13,6 +13,7 @@ from .. import backward as core
 from ..backward import wanted_of
 from ..check import check_backend
 from ..check_backward import check_operands
+from ..kinds import numpy_view
 from ..modifier import aux_types
 from ..signatures import passing_keywords_to
 from ..trace import traced
@@ -203,7 +204,7 @@ def _targets(layout: Layout, wanted: tuple[str, ...], arguments: dict[str, Any])
         if name == "dbias":
             found.append(_target_of(layout, name))
             continue
-        given = np.asarray(arguments[name[1:]])
+        given = numpy_view(name[1:], arguments[name[1:]])
         edges = [*layout.call.grid.lead, heads][-given.ndim :]
         axes, chunks = [], []
         for axis, (size, own) in enumerate(zip(given.shape, edges, strict=True)):

@@ -12,6 +12,7 @@ import numpy as np
 from dask.base import tokenize
 
 from ..block_mask import SKIPPED
+from ..kinds import numpy_view
 from ..problem import Operands, Problem
 from .arrays import Operand, operand
 from .call import Call, Index
@@ -119,7 +120,7 @@ def lay_out(
         problem,
         grid,
         ranges,
-        None if alibi is None else np.asarray(alibi).astype(problem.variant.dtype),
+        None if alibi is None else numpy_view("alibi", alibi).astype(problem.variant.dtype),
         checked.sinks,
         checked.score_aux,
         checked.mask_aux,
@@ -132,7 +133,7 @@ def lay_out(
         for name, a in arrays.items()
     }
     mask = arrays.get("mask")
-    mask = None if isinstance(mask, da.Array) or mask is None else np.asarray(mask)
+    mask = None if isinstance(mask, da.Array) or mask is None else numpy_view("mask", mask)
     names = [None if found is None else found.array.name for found in operands.values()]
     return Layout(call, operands, mask, tuple(notes), tokenize(names, call))
 
