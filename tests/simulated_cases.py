@@ -14,6 +14,7 @@ from simulated_gpu import simulated_gpu
 import fastattn
 from fastattn import mods
 from fastattn.cuda.tile import Tile
+from fastattn.part import Part, attend
 from fastattn.verifying.case import Case
 from fastattn.verifying.trial import Trial, error_ratio, inputs_of, results
 
@@ -106,6 +107,18 @@ def mask_mod():
     return modified(mask_mod=mods.document_mask(), aux=(ids,), kv_start=[0, 1], kv_len=[7, 6])
 
 
+def part():
+    """A part of a larger call: chunk and dropout count keys from elsewhere."""
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((2, 2, 5, 3)).astype(np.float32)
+    k = rng.standard_normal((2, 1, 7, 3)).astype(np.float32)
+    place = Part(np.array([4, 1]), h=3, i=20, j=8, keys_before=8, whole=(6, 9))
+    flags = {"chunk": 5, "dropout_p": 0.3, "dropout_seed": 1}
+    found = attend(place, q, k, k, "cuda", flags)
+    wanted = attend(place, q, k, k, "numpy", flags)
+    return "" if all(map(np.allclose, found, wanted, (1e-5,) * 2)) else "differs"
+
+
 def big_tile():
     """A tile whose sizes differ, with pieces of v that do not fill it."""
     tile = Tile(threads_m=3, threads_n=2, rows=1, keys=3, values=1, depth=3)
@@ -120,7 +133,7 @@ def nothing_is_kept():
         return f"{len(memory.blocks)} blocks are left" if memory.blocks else ""
 
 
-OTHERS = (block_mask, score_mod, mask_mod, big_tile, nothing_is_kept)
+OTHERS = (block_mask, score_mod, mask_mod, part, big_tile, nothing_is_kept)
 CASES = {one.case.name: one for one in TRIALS} | {f.__name__: f for f in OTHERS}
 
 

@@ -45,6 +45,7 @@ WRONG = [
     ({"window": (-1, 0)}, ValueError, "window must be a pair of ints >= 0 or None"),
     ({"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
     ({"backend": "dask"}, ValueError, "backend must be one of"),
+    ({"block_table": [0]}, TypeError, "unexpected keyword argument 'block_table'"),
     ({"out": np.zeros((4, 70, 8), F4)}, TypeError, "unexpected keyword argument 'out'"),
 ]
 

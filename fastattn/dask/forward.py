@@ -18,9 +18,11 @@ from .grid import Chunks, Grid, chunks_of
 from .layout import Layout, lay_out
 
 INPUTS = ("q", "k", "v", "mask", "bias")
+# Keywords of attention() that make no sense here.
+FOREIGN = ("out", "block_table")
 
 
-@passing_keywords_to(api.attention, "out")
+@passing_keywords_to(api.attention, *FOREIGN)
 def attention(
     q: da.Array, k: da.Array, v: da.Array, *, return_lse: bool = False, **arguments: Any
 ) -> Any:
@@ -39,7 +41,7 @@ def attention(
         read by each task that needs them, and never wait in memory.
     mask, bias : dask arrays or arrays, rechunked to the chunks of q and k
     return_lse : bool
-    others : as in fastattn.attention(), without `out`
+    others : as in fastattn.attention(), without `out` and `block_table`
         align, alibi, sinks and lengths may be no dask arrays: they decide which tasks there are.
         Without a dropout_seed, each call draws one; computing its result again gives the same.
 

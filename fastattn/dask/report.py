@@ -11,7 +11,7 @@ from ..cpu.threads import num_threads
 from ..plan import plan
 from ..problem import Plan, Problem
 from ..signatures import passing_keywords_to
-from .forward import layout_of
+from .forward import FOREIGN, layout_of
 from .grid import chunk_text, chunks_of
 from .layout import Layout
 
@@ -40,7 +40,7 @@ class Tasks:
         return f"{text}\n-- a whole part --\n{self.plan}"
 
 
-@passing_keywords_to(api.attention, "out", "return_lse")
+@passing_keywords_to(api.attention, *FOREIGN, "return_lse")
 def explain(q: Any, k: Any, v: Any, *, backend: str = "auto", **arguments: Any) -> Tasks:
     """Return how attention() would cut these arguments into tasks, and run one. Print it.
 
