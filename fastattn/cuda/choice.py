@@ -58,7 +58,8 @@ def choose(
     options     a mask, a bias or ALiBi slopes are among the operands
     """
     tiling = None
-    if device.capability >= TENSOR_CAPABILITY:
+    # That kernel counts chunks from its own key 0.
+    if device.capability >= TENSOR_CAPABILITY and not problem.keys_before:
         tiling = forward_tiling(
             problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
         )
