@@ -241,7 +241,7 @@ def _per_head(name: str, a: Any, dtype: str) -> np.ndarray:
 def result_of(out: Any, shape: tuple[int, ...], dtype: np.dtype, has_heads: bool) -> np.ndarray:
     """Return a view of the caller's `out` in `shape`."""
     given = shape if has_heads else shape[1:]
-    if type(out) is not np.ndarray and not is_tensor(out) and not is_on_device(out):
+    if type(out) not in (np.ndarray, np.memmap) and not is_tensor(out) and not is_on_device(out):
         rule = "out must be a plain NumPy array or a tensor of torch"
         raise TypeError(f"{rule}, got {type(out).__name__}")
     out = array_view("out", out)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import guards
 from .api import attention, attention_varlen
 from .arguments import flag
 from .check import CPU_BACKENDS, check_backend
@@ -169,7 +170,16 @@ def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str
     """Plan and run. Where there are no scores, the zeros stay."""
     chosen = plan_backward(problem, backend)
     if problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k:
-        _launcher(chosen.backend)(chosen, problem, operands, gradients)
+        launch = _launcher(chosen.backend)
+        if guards.ON:
+            read, written = ("dout", "dlse"), Gradients._fields[2:]
+            with (
+                guards.watched(operands, (*guards.INPUTS, "out", "lse"), ()) as twins,
+                guards.watched(gradients, read, written, begun=True) as others,
+            ):
+                launch(chosen, problem, twins, others)
+        else:
+            launch(chosen, problem, operands, gradients)
     if gradients.dsinks is not None:
         from .gradients import add_sinks
 

@@ -18,6 +18,7 @@ SPLIT_N = 1024
 # the level-2 cache.
 BLOCK_M = 384
 MC = 48  # rows whose scores are held at once
+NUMPY_LEAST = 16  # query rows: smaller blocks save nothing beside NumPy's own
 # Query rows and keys of a block of the gradients, for all dtypes and head_dim: whole register tiles
 # both ways, as each stands for rows in one product and for columns in another.
 BACKWARD_M, BACKWARD_N = 112, 224
@@ -186,6 +187,23 @@ def threads_for(problem: Problem, num_threads: int) -> int:
     reading = FLOP_PER_BYTE * problem.batch * problem.heads_kv * keys * width
     work = max(problem.flop, reading)
     return max(1, min(num_threads, work // FLOP_PER_THREAD, isqrt(work // FLOP_PER_START)))
+
+
+def smaller(plan: Plan) -> Plan | None:
+    """Return the plan in less memory; None if there is nothing to save. On cpu, the bits stay."""
+    if plan.num_splits > 1:
+        items = plan.work_items // plan.num_splits
+        threads = min(plan.num_threads, items)
+        return replace(plan, num_splits=1, work_items=items, num_threads=threads)
+    if plan.backend == "numpy":
+        block_m, block_n = plan.block_m // 2, plan.block_n // 2
+        return replace(plan, block_m=block_m, block_n=block_n) if block_m >= NUMPY_LEAST else None
+    block_m = -(-plan.block_m // 2 // MC) * MC
+    if block_m >= plan.block_m:
+        return None
+    rows = plan.problem.group * plan.problem.seqlen_q
+    blocks = plan.problem.batch * plan.problem.heads_kv * -(-rows // block_m)
+    return replace(plan, block_m=block_m, work_items=blocks)
 
 
 def block_m_for(rows: int, heads: int, threads: int) -> int:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import repeat
-from .api import run
 from .arguments import flag
 from .arrays import Names
 from .check import check
 from .kinds import array_view, is_device_view, like
+from .launch import run
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

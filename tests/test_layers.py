@@ -67,12 +67,14 @@ LAYERS = [
     "jax.options",
     "sdpa weights backward",
     "api",
+    "launch",
     "check_backward",
     "repeat check plan cpu.built_in",
     "arguments modifying paging",
     "arrays",
     "probabilities gradients cpu.run_backward",
     "reference cpu.run cpu.elementwise cuda.run",
+    "cpu.share",
     "modified cpu.layout cuda.packing",
     "cuda.choice",
     "cuda.simt cuda.combine cuda.tensor.forward",
@@ -96,7 +98,7 @@ LAYERS = [
     "derivative",
     "trace cpu.prebuilt cuda.compile cuda.words",
     "cpu.cache cpu.image",
-    "cpu cpu.job cpu.elementwise_job dropout machine problem signatures normal",
+    "cpu cpu.job cpu.elementwise_job dropout guards machine problem signatures normal",
     "modifier",
     "kinds",
     "cuda.memory",
@@ -146,5 +148,6 @@ def test_imports_point_down(name):
 
 
 def test_the_test_sees_imports():
-    assert imported_modules("api") >= {"check", "plan", "problem", "reference", "cpu.run"}
+    assert imported_modules("api") >= {"check", "plan", "problem", "launch"}
+    assert imported_modules("launch") >= {"plan", "problem", "reference", "cpu.run"}
     assert {"api", "cpu.threads"} <= imported_modules("fastattn")

@@ -71,7 +71,7 @@ def wrong_window(monkeypatch):
         right(plan, problem, operands)
 
     monkeypatch.setattr(reference, "run", run)
-    monkeypatch.setattr("fastattn.api._launcher", lambda backend: run)
+    monkeypatch.setattr("fastattn.launch._launcher", lambda backend: run)
 
 
 def test_a_wrong_answer_is_found_and_made_small(wrong_window):

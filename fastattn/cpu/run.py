@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from ctypes import Array, addressof
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .. import dropout
 from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
-from . import compile, threads
+from . import compile
 from .job import (
     BIAS_KINDS,
     ITEM_SIZE,
     LINE,
     LN_2,
     LOG2_E,
-    NO_MORE,
     PLACE,
     ROWS_AFTER,
     SPARE_REGISTERS,
@@ -31,13 +29,10 @@ from .job import (
     pack,
 )
 from .layout import address, layouts
+from .share import Share
 
 UNLIMITED = 1 << 40  # a window side of None: past any key
-SCRATCH_KEPT = (
-    8 << 20
-)  # bytes of scratch that a thread keeps for its next call: fresh pages cost 0.1 ms a call
 FLOP_PER_CALL = 500_000_000  # a kernel returns after this much, 5 to 50 ms, to let Python act
-_kept = threading.local()
 _UNTOUCHED = -1.0  # no sum of exponentials
 _Q, _K, _V, _OUT = (PLACE[name] for name in ("q", "k", "v", "out"))
 
@@ -249,7 +244,7 @@ class Repeat:
 
     def run(self, arrays: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray | None:
         """Return the result for q, k and v; None if one is not aligned, which its layout does not
-        say.
+        say, or if there is too little memory.
         """
         q, k, v = map(address, arrays)
         if (q | k | v) % self._dtype.itemsize:
@@ -259,7 +254,10 @@ class Repeat:
             out = out.transpose(self._axes)
         job = Job.from_buffer_copy(self._job)
         job[_Q], job[_K], job[_V], job[_OUT] = q, k, v, address(out)
-        _draw(self._plan, self._prepared, job, (arrays, out))
+        try:
+            _draw(self._plan, self._prepared, job, (arrays, out))
+        except MemoryError:
+            return None
         return out
 
 
@@ -337,45 +335,3 @@ def extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tupl
         problem.block_mask_n,
         address(operands.dropout_keys),
     )
-
-
-class Share(NamedTuple):
-    """A kernel's job and all the memory it reaches, which lives as long as a thread works on it."""
-
-    kernel: compile.Kernel
-    job: Array
-    counter: Array  # a Counter
-    scratch_bytes: int
-    keep: tuple[Any, ...]
-
-    def run(self, num_threads: int, items_per_call: int) -> None:
-        """Run the kernel on the job's items until none is left."""
-
-        def work() -> None:
-            scratch = _scratch(self.scratch_bytes)
-            place = (address(scratch) + LINE - 1) & -LINE
-            try:
-                while self.kernel(addressof(self.job), place, items_per_call):
-                    pass
-            except BaseException:  # an interrupt: the other threads need not finish the job
-                self.counter[0] = NO_MORE
-                raise
-
-        if num_threads == 1:
-            work()
-        else:
-            threads.run_on_threads(work, num_threads, self.is_done)
-
-    def is_done(self) -> bool:
-        """Wait a while; return whether all items are done."""
-        return not self.kernel(addressof(self.job), 0, 0)
-
-
-def _scratch(nbytes: int) -> np.ndarray:
-    """This thread's scratch; it holds whatever the last call left."""
-    buffer = getattr(_kept, "buffer", None)
-    if buffer is None or buffer.nbytes < nbytes:
-        buffer = np.empty(nbytes, np.uint8)
-        if nbytes <= SCRATCH_KEPT:
-            _kept.buffer = buffer
-    return buffer

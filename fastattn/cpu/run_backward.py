@@ -15,7 +15,8 @@ from ..problem import Gradients, Operands, Plan, Problem, Variant
 from . import compile
 from .job import ITEM_SIZE, LINE, Counter, pack_gradients
 from .layout import address, layouts
-from .run import FLOP_PER_CALL, Share, extras, lanes_of, score_fields, sizes_of
+from .run import FLOP_PER_CALL, extras, lanes_of, score_fields, sizes_of
+from .share import Share
 
 
 def unavailable(variant: Variant) -> str:

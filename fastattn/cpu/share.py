@@ -1,0 +1,93 @@
+"""The shares of a job that threads take, and the scratch memory that each needs."""
+
+from __future__ import annotations
+
+import threading
+from ctypes import Array, addressof
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import guards
+from . import compile, threads
+from .job import LINE, NO_MORE
+from .layout import address
+
+# Bytes of scratch that a thread keeps for its next call: fresh pages cost 0.1 ms a call.
+SCRATCH_KEPT = 8 << 20
+_kept = threading.local()
+
+
+class Share(NamedTuple):
+    """A kernel's job and all the memory it reaches, which lives as long as a thread works on it."""
+
+    kernel: compile.Kernel
+    job: Array
+    counter: Array  # a Counter
+    scratch_bytes: int
+    keep: tuple[Any, ...]
+
+    def run(self, num_threads: int, items_per_call: int) -> None:
+        """Run the kernel on the job's items until none is left.
+
+        Raises MemoryError before it has begun if this thread finds no scratch; pool threads that
+        find none leave their items to others.
+        """
+        mine = _scratch(self.scratch_bytes)
+        if num_threads == 1:
+            self._work(mine, items_per_call)
+            return
+        caller = threading.get_ident()
+
+        def work() -> None:
+            if threading.get_ident() == caller:
+                self._work(mine, items_per_call)
+                return
+            try:
+                scratch = _scratch(self.scratch_bytes)
+            except MemoryError:
+                return
+            self._work(scratch, items_per_call)
+
+        # Nobody would hear of damage that a thread finds once the others are done.
+        threads.run_on_threads(work, num_threads, None if guards.ON else self.is_done)
+
+    def is_done(self) -> bool:
+        """Wait a while; return whether all items are done."""
+        return not self.kernel(addressof(self.job), 0, 0)
+
+    def _work(self, scratch: np.ndarray, items_per_call: int) -> None:
+        """Do items until none is left."""
+        try:
+            if guards.ON:
+                self._work_guarded()
+                return
+            place = _aligned(scratch)
+            while self.kernel(addressof(self.job), place, items_per_call):
+                pass
+        except BaseException:  # an interrupt: the other threads need not finish the job
+            self.counter[0] = NO_MORE
+            raise
+
+    def _work_guarded(self) -> None:
+        """The same, each item in scratch of its own, between guards."""
+        left = 1
+        while left:
+            scratch = guards.Guarded(self.scratch_bytes)
+            left = self.kernel(addressof(self.job), _aligned(scratch.memory), 1)
+            scratch.check("scratch")
+
+
+def _aligned(scratch: np.ndarray) -> int:
+    """Where its first whole line begins."""
+    return (address(scratch) + LINE - 1) & -LINE
+
+
+def _scratch(nbytes: int) -> np.ndarray:
+    """This thread's scratch; it holds whatever the last call left."""
+    buffer = getattr(_kept, "buffer", None)
+    if buffer is None or buffer.nbytes < nbytes:
+        buffer = np.empty(nbytes, np.uint8)
+        if nbytes <= SCRATCH_KEPT:
+            _kept.buffer = buffer
+    return buffer

@@ -1,0 +1,73 @@
+"""Ctrl-C in a call that takes seconds: it ends at once, and nothing is the worse for it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from pool import meet, needs_signals
+
+import fastattn
+
+SOON = 0.1  # seconds
+ATTEMPTS = 5  # on a busy machine, one may come late
+
+pytestmark = [needs_signals, pytest.mark.slow]
+
+
+def forward(q, backend):
+    fastattn.attention(q, q, q, backend=backend)
+
+
+def packed(q, backend):
+    tokens = q[0].swapaxes(0, 1)
+    edges = [0, tokens.shape[0]]
+    fastattn.attention_varlen(tokens, tokens, tokens, edges, edges, backend=backend)
+
+
+def masked(q, backend):
+    fastattn.attention(q, q, q, mask=np.ones(2 * q.shape[2:3], bool), softcap=3.0, backend=backend)
+
+
+def backward(q, backend):
+    lse = np.zeros(q.shape[:-1], np.float32)
+    fastattn.attention_backward(q, q, q, q, q, lse, backend=backend)
+
+
+def seconds_to_stop(call):
+    """Seconds from the signal to the exception."""
+    sent = []
+
+    def send():
+        time.sleep(0.4)
+        sent.append(time.perf_counter())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        return time.perf_counter() - sent[0]
+    finally:
+        sender.join()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("function", [forward, packed, masked, backward])
+def test_a_long_call_ends_soon(function, num_threads, backend):
+    q = np.random.default_rng(0).standard_normal((1, 8, 12288, 64)).astype(np.float32)
+    small = q[:, :, :70]
+    with fastattn.num_threads(num_threads):
+        expected = fastattn.attention(small, small, small, backend=backend)
+        function(small, backend)  # compiled
+        times = []
+        while not times or (min(times) > SOON and len(times) < ATTEMPTS):
+            times.append(seconds_to_stop(lambda: function(q, backend)))
+        assert min(times) <= SOON, times
+        again = fastattn.attention(small, small, small, backend=backend)
+    np.testing.assert_array_equal(again, expected)
+    assert len(set(meet(2))) == 2
