@@ -13,7 +13,7 @@ from numba import cuda, types
 from ..problem import Variant
 from .compile import Source
 from .place import member_of
-from .tile import ROW_THREADS
+from .tile import LAST_THREAD, ROW_THREADS
 from .writing import partial_row, write_row
 
 
@@ -78,7 +78,7 @@ def combine_kernel(variant: Variant, words: Any) -> Callable:
             x = load(job.partial_state, 2 * (row + s))
             best = x if x > best else best
         safe = real(0) if best == none else best
-        d = np.int64(cuda.threadIdx.x)
+        d = np.int64(cuda.threadIdx.x & LAST_THREAD)
         while d < job.head_dim_v:
             total, acc = exp(sink(job, head) - safe), real(0)
             for s in range(job.num_splits):
@@ -104,7 +104,7 @@ def missing_kernel(variant: Variant, words: Any) -> Callable:
         b, head, i = locate(job)
         if job.seqlen_k > 0 and i < member(job, b)[0]:
             return
-        d = np.int64(cuda.threadIdx.x)
+        d = np.int64(cuda.threadIdx.x & LAST_THREAD)
         while d < job.head_dim_v:
             write(job, b, head, i, d, real(0), sink(job, head))
             d += cuda.blockDim.x

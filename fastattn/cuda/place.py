@@ -11,7 +11,7 @@ from numba import cuda, types
 
 from . import random
 from .scores import offset_of_entry
-from .tile import Tile
+from .tile import LAST_THREAD, Tile
 
 # All int64. Rows of a block are numbered position by position, the heads of a group together, so
 # that they see nearly the same keys: row r is query r // group of head r % group of the group.
@@ -141,7 +141,7 @@ def set_rows(tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def set_row(job, block, rows):
-        r = np.int64(cuda.threadIdx.x)
+        r = np.int64(cuda.threadIdx.x & LAST_THREAD)
         if r < block_m:
             row = block.first_row + r
             i = row // job.group

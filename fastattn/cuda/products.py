@@ -12,7 +12,11 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from .tile import Tile
+from .tile import LAST_THREAD, Tile
+
+# Numba counts negative indices from the end, which takes four instructions; unsigned ones it takes
+# as they are.
+U8 = np.uint64
 
 
 def score_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
@@ -32,7 +36,7 @@ def score_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
         q = cuda.local.array(own_rows, real)
         for e in range(own_scores):
             s[e] = real(0)
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx = tid // threads_n, tid % threads_n
         d0 = np.int64(0)
         while d0 < job.head_dim:
@@ -42,9 +46,9 @@ def score_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
             cuda.syncthreads()
             for d in range(depth):
                 for m in range(own_rows):
-                    q[m] = buffer[(ty + threads_m * m) * pitch + d]
+                    q[m] = buffer[U8((ty + threads_m * m) * pitch + d)]
                 for n in range(keys):
-                    k = buffer[k_piece + (tx + threads_n * n) * pitch + d]
+                    k = buffer[U8(k_piece + (tx + threads_n * n) * pitch + d)]
                     for m in range(own_rows):
                         s[m * keys + n] += q[m] * k
             d0 += depth
@@ -65,14 +69,14 @@ def _load_q(storage: str, dtype: str, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def load_piece(job, rows, buffer, d0):
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         d, r = tid % depth, tid // depth
         for n in range(loads):
             if tid + n * threads < size:
                 value = real(0)
                 if rows.i[r] >= 0 and d0 + d < job.head_dim:
                     value = load(job.q, rows.q[r] + (d0 + d) * job.q_col)
-                buffer[r * pitch + d] = value
+                buffer[U8(r * pitch + d)] = value
             r += step
 
     return load_piece
@@ -88,14 +92,14 @@ def _load_k(storage: str, dtype: str, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def load_piece(job, block, buffer, n0, d0):
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         d, r = tid % depth, tid // depth
         for n in range(loads):
             if tid + n * threads < size:
                 value = real(0)
                 if n0 + r < block.n_stop and d0 + d < job.head_dim:
                     value = load(job.k, block.k + (n0 + r) * job.k_row + (d0 + d) * job.k_col)
-                buffer[start + r * pitch + d] = value
+                buffer[U8(start + r * pitch + d)] = value
             r += step
 
     return load_piece
@@ -116,7 +120,7 @@ def value_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def product(job, block, buffer, acc, n0):
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx = tid // threads_n, tid % threads_n
         v = cuda.local.array(values, real)
         k0 = np.int64(0)
@@ -128,9 +132,9 @@ def value_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
             else:
                 for k in range(piece):
                     for c in range(values):
-                        v[c] = buffer[k * block_v + tx + threads_n * c]
+                        v[c] = buffer[U8(k * block_v + tx + threads_n * c)]
                     for m in range(own_rows):
-                        p = buffer[p_start + (ty + threads_m * m) * p_pitch + k0 + k]
+                        p = buffer[U8(p_start + (ty + threads_m * m) * p_pitch + k0 + k)]
                         for c in range(values):
                             acc[m * values + c] += p * v[c]
             k0 += piece
@@ -148,14 +152,14 @@ def _add_seen(dtype: str, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def add(buffer, acc, k0):
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx = tid // threads_n, tid % threads_n
         for k in range(piece):
             for m in range(own_rows):
-                p = buffer[p_start + (ty + threads_m * m) * p_pitch + k0 + k]
+                p = buffer[U8(p_start + (ty + threads_m * m) * p_pitch + k0 + k)]
                 hidden = copysign(one, p) < none
                 for c in range(values):
-                    v = buffer[k * block_v + tx + threads_n * c]
+                    v = buffer[U8(k * block_v + tx + threads_n * c)]
                     acc[m * values + c] += p * (none if hidden else v)
 
     return add
@@ -171,7 +175,7 @@ def _load_v(storage: str, dtype: str, tile: Tile, words: Any) -> Callable:
     @words.device(types.int64)
     def load_piece(job, block, buffer, n0):
         first = np.int64(cuda.blockIdx.y) * block_v
-        e = np.int64(cuda.threadIdx.x)
+        e = np.int64(cuda.threadIdx.x & LAST_THREAD)
         found = np.int64(0)
         while e < size:
             n, d = n0 + e // block_v, first + e % block_v
@@ -180,7 +184,7 @@ def _load_v(storage: str, dtype: str, tile: Tile, words: Any) -> Callable:
                 value = load(job.v, block.v + n * job.v_row + d * job.v_col)
             if value - value != 0:
                 found = np.int64(1)
-            buffer[e] = value
+            buffer[U8(e)] = value
             e += threads
         return found
 

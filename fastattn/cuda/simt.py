@@ -28,7 +28,7 @@ def forward_source(variant: Variant, tile: Tile) -> Source:
     """The kernel as it is translated for a GPU."""
     from . import words
 
-    return Source(forward_kernel(variant, tile, words), tile.threads)
+    return Source(forward_kernel(variant, tile, words), tile.threads, min_blocks=2)
 
 
 def forward_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:

@@ -12,7 +12,7 @@ from ..block_mask import SKIPPED
 from ..problem import Variant
 from . import random
 from .scores import changed_score, visible_key
-from .tile import Tile
+from .tile import LAST_THREAD, Tile
 
 
 def start_rows(dtype: str, tile: Tile, words: Any) -> Callable:
@@ -24,7 +24,7 @@ def start_rows(dtype: str, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def start(job, rows, row_max, row_sum):
-        r = np.int64(cuda.threadIdx.x)
+        r = np.int64(cuda.threadIdx.x & LAST_THREAD)
         if r < block_m:
             best, total = empty, real(0)
             if job.sinks != 0 and job.num_splits == 1:
@@ -52,7 +52,7 @@ def change_scores(variant: Variant, tile: Tile, words: Any) -> Callable:
         whole = is_whole(job, block, n0)
         if whole and job.changes_scores == 0:
             return hidden
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx = tid // threads_n, tid % threads_n
         for e in range(own_scores):
             r, c = ty + threads_m * (e // keys), tx + threads_n * (e % keys)
@@ -100,7 +100,7 @@ def skipped_tile(variant: Variant, tile: Tile, words: Any) -> Callable:
     def skips(job, block, rows, n0):
         if not masked or job.block_mask == 0:
             return False
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx = tid // threads_n, tid % threads_n
         found = np.int64(0)
         for m in range(own_rows):
@@ -130,7 +130,7 @@ def fold_scores(variant: Variant, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def fold(job, rows, buffer, parts, row_max, row_sum, alpha, acc, hidden, n0):
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         own_best(buffer, parts, hidden)
         cuda.syncthreads()
         if tid < block_m:
@@ -167,7 +167,7 @@ def best_of_thread(dtype: str, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def own_best(buffer, parts, hidden):
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx = tid // threads_n, tid % threads_n
         for m in range(own_rows):
             r, best = ty + threads_m * m, none
@@ -190,7 +190,7 @@ def weights_of_thread(dtype: str, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def own_weights(job, rows, buffer, parts, row_max, hidden, n0):
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx, first_j = tid // threads_n, tid % threads_n, n0 + job.keys_before
         for m in range(own_rows):
             r, total = ty + threads_m * m, real(0)

@@ -10,6 +10,9 @@ from ..problem import Problem
 # nothing but the call's own lengths; the partial results of one are 1/512 of the keys it reads.
 SPLIT_N = 512
 FEW_ROWS = 16
+# The largest threadIdx.x. `threadIdx.x & LAST_THREAD` is the same, and LLVM knows its sign: 208
+# registers and not 255, with spills, for the largest tile.
+LAST_THREAD = 1023
 ROW_THREADS = 128  # of the kernels that write row by row: a column each, mostly
 
 

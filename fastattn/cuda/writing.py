@@ -10,7 +10,7 @@ from numba import cuda, types
 
 from ..problem import Variant
 from .scores import offset_of_entry
-from .tile import Tile
+from .tile import LAST_THREAD, Tile
 
 
 def write_block(variant: Variant, tile: Tile, words: Any) -> Callable:
@@ -22,7 +22,7 @@ def write_block(variant: Variant, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def write(job, block, rows, buffer, row_max, row_sum, acc):
-        tid = np.int64(cuda.threadIdx.x)
+        tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx = tid // threads_n, tid % threads_n
         cuda.syncthreads()
         for m in range(own_rows):
@@ -57,7 +57,7 @@ def write_columns(variant: Variant, tile: Tile, words: Any) -> Callable:
     @words.device(types.void)
     def write(job, block, rows, buffer, row_sum):
         first = np.int64(cuda.blockIdx.y) * block_v
-        e = np.int64(cuda.threadIdx.x)
+        e = np.int64(cuda.threadIdx.x & LAST_THREAD)
         while e < size:
             r, d = e // block_v, first + e % block_v
             i, head = rows.i[r], rows.head[r]
@@ -82,7 +82,7 @@ def write_sums(dtype: str, tile: Tile, words: Any) -> Callable:
 
     @words.device(types.void)
     def write(job, block, rows, row_max, row_sum):
-        r = np.int64(cuda.threadIdx.x)
+        r = np.int64(cuda.threadIdx.x & LAST_THREAD)
         if r < block_m and rows.i[r] >= 0:
             i, head = rows.i[r], rows.head[r]
             if job.num_splits > 1:
