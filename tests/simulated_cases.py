@@ -84,6 +84,11 @@ def modified(**flags):
     rng = np.random.default_rng(3)
     q = rng.standard_normal((2, 2, 5, 3)).astype(np.float32)
     k = rng.standard_normal((2, 1, 7, 3)).astype(np.float32)
+    return compared(q, k, **flags)
+
+
+def compared(q, k, **flags):
+    """What the NumPy backend finds wrong."""
     found = fastattn.attention(q, k, k, **flags, return_lse=True, backend="cuda")
     wanted = fastattn.attention(q, k, k, **flags, return_lse=True, backend="numpy")
     for name, ours, theirs in zip(("out", "lse"), found, wanted, strict=True):
@@ -119,6 +124,17 @@ def part():
     return "" if all(map(np.allclose, found, wanted, (1e-5,) * 2)) else "differs"
 
 
+def pages():
+    """Keys of two members on pages of three, in any order; what is on no used page is NaN."""
+    rng = np.random.default_rng(4)
+    q = rng.standard_normal((2, 2, 3, 3)).astype(np.float32)
+    pages = np.full((6, 1, 3, 3), np.nan, np.float32)
+    pages[[4, 1, 0]] = rng.standard_normal((3, 1, 3, 3))
+    table = [[4, 1, 99], [0, -7, 5]]
+    flags = {"block_table": table, "kv_len": [5, 3], "kv_start": [1, 0], "causal": True}
+    return compared(q, pages, **flags)
+
+
 def big_tile():
     """A tile whose sizes differ, with pieces of v that do not fill it."""
     tile = Tile(threads_m=3, threads_n=2, rows=1, keys=3, values=1, depth=3)
@@ -133,7 +149,7 @@ def nothing_is_kept():
         return f"{len(memory.blocks)} blocks are left" if memory.blocks else ""
 
 
-OTHERS = (block_mask, score_mod, mask_mod, part, big_tile, nothing_is_kept)
+OTHERS = (block_mask, score_mod, mask_mod, part, pages, big_tile, nothing_is_kept)
 CASES = {one.case.name: one for one in TRIALS} | {f.__name__: f for f in OTHERS}
 
 

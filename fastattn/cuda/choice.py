@@ -58,8 +58,9 @@ def choose(
     options     a mask, a bias or ALiBi slopes are among the operands
     """
     tiling = None
-    # That kernel counts chunks from its own key 0.
-    if device.capability >= TENSOR_CAPABILITY and not problem.keys_before:
+    # They know neither of pages nor of parts, whose chunks begin elsewhere.
+    special = problem.variant.paged or problem.keys_before
+    if device.capability >= TENSOR_CAPABILITY and not special:
         tiling = forward_tiling(
             problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
         )
@@ -101,8 +102,6 @@ def _tensor(problem: Problem, tiling: Tiling, device: str) -> Choice:
 def choice_or_reason(problem: Problem, placement: Placement) -> tuple[Choice | None, str]:
     """(the kernel, "") or (None, why there is none, in one line)."""
     why_not = driver.unavailable()
-    if problem.variant.paged:
-        why_not = "it has no kernel for keys on pages (block_table)"
     if why_not:
         return None, why_not
     device = driver.device(placement.ordinal)

@@ -50,9 +50,9 @@ FIELDS = (
     "sinks",  # address of (heads_q,), or 0
     "ranges",  # address of (batch, 4) int64: Operands.ranges, or 0
     "starts",  # address of (batch, 2) int64: Operands.starts, or 0
-    "page_table",  # address of (batch, pages) int32, or 0: key j is row j % page_n of its page
-    "page_table_row",  # row stride of it
-    "page_n",  # keys of a page; k_batch and v_batch are then the strides of pages
+    "block_table",  # address of (batch, max_pages) int64: Operands.block_table, or 0
+    "max_pages",
+    "page_size",  # keys of a page; k_batch and v_batch are then the strides from page to page
     "first_key",  # what modifiers add to a key index
     "score_aux",  # address of the table of aux arrays of the score_mod
     "mask_aux",  # and of the mask_mod

@@ -111,10 +111,13 @@ def _extras(problem: Problem, operands: Operands, address_of: AddressOf) -> dict
     kind = 0 if operands.bias is None else BIAS_KINDS.index(operands.bias.dtype.name)
     changes = problem.softcap > 0 or operands.alibi is not None or modifies or kind > 0
     found = {"changes_scores": int(changes), "bias_kind": kind}
-    for name in ("sinks", "ranges", "starts", "dropout_keys"):
+    for name in ("sinks", "ranges", "starts", "dropout_keys", "block_table"):
         array = getattr(operands, name)
         if array is not None:
             found[name] = address_of(array)
+    if operands.block_table is not None:
+        found["max_pages"] = operands.block_table.shape[-1]
+        found["page_size"] = operands.k.shape[-2]
     if operands.alibi is not None:
         found["alibi"], found["alibi_batch"] = address_of(operands.alibi), _step(operands.alibi)
     for name in ("score_aux", "mask_aux"):

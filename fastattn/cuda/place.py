@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
+from ..problem import Variant
 from . import random
 from .scores import offset_of_entry
 from .tile import LAST_THREAD, Tile
@@ -26,22 +27,25 @@ BLOCK_FIELDS = (
     "n_start",  # keys to look at, counted from kv_start
     "n_stop",
     "kv_start",  # what mask and bias add to a key index
+    "k_start",  # what gives its row in k and v, or among the rows of its pages
     "first_key",  # what modifiers and block masks add to it
-    "q",  # elements from the operand's address to query 0 of head 0, or key 0 of kv_head
+    "q",  # elements from the operand's address to query 0 of head 0, or to row 0 of kv_head
     "k",
     "v",
     "out",
     "lse",
 )
 Block = namedtuple("Block", BLOCK_FIELDS)  # type: ignore[misc]
-Rows = namedtuple("Rows", ("i", "head", "q", "key"))  # arrays in shared memory
+# Of the block, in shared memory. Of each query row: its query, head and place in q, and its key for
+# dropout; of each key of a tile: its place in k and v.
+Rows = namedtuple("Rows", ("i", "head", "q", "dropout", "k", "v"))
 BLOCK_TYPE = types.NamedUniTuple(types.int64, len(BLOCK_FIELDS), Block)
 NO_ROW = -1
 
 
-def locate_block(tile: Tile, words: Any) -> Callable:
+def locate_block(variant: Variant, tile: Tile, words: Any) -> Callable:
     """Device function (job) -> Block of this block of threads."""
-    block_m = tile.block_m
+    block_m, paged = tile.block_m, variant.paged
     member = member_of(words)
     key_range = key_range_of(words)
     start_of = offset_of_entry(words)
@@ -68,7 +72,6 @@ def locate_block(tile: Tile, words: Any) -> Callable:
             n_stop = min(n_stop, (split + 1) * job.split_n)
         if first_row >= num_rows:
             num_rows = 0
-        k_row = first_k + kv_start
         first_key = kv_start if job.ranges != 0 else job.first_key
         return Block(
             b,
@@ -81,10 +84,11 @@ def locate_block(tile: Tile, words: Any) -> Callable:
             n_start,
             n_stop,
             kv_start,
+            first_k + kv_start,
             first_key,
             start_of(job.q_table, job.q_batch, b) + first_q * job.q_row,
-            start_of(job.k_table, job.k_batch, b) + kv_head * job.k_head + k_row * job.k_row,
-            start_of(job.v_table, job.v_batch, b) + kv_head * job.v_head + k_row * job.v_row,
+            kv_head * job.k_head + (0 if paged else start_of(job.k_table, job.k_batch, b)),
+            kv_head * job.v_head + (0 if paged else start_of(job.v_table, job.v_batch, b)),
             start_of(job.out_table, job.out_batch, b) + first_q * job.out_row,
             start_of(job.lse_table, job.lse_batch, b) + first_q * job.lse_row,
         )
@@ -150,6 +154,25 @@ def set_rows(tile: Tile, words: Any) -> Callable:
             rows.head[r] = head
             rows.q[r] = block.q + head * job.q_head + i * job.q_row
             if job.dropout_keys != 0:
-                rows.key[r] = chained(load(job.dropout_keys, block.b * job.heads_q + head), i)
+                rows.dropout[r] = chained(load(job.dropout_keys, block.b * job.heads_q + head), i)
 
     return set_row
+
+
+def set_keys(variant: Variant, tile: Tile, words: Any) -> Callable:
+    """Device function (job, block, rows, n0): fill rows.k and rows.v for the keys of a tile."""
+    block_n, paged, load = tile.block_n, variant.paged, words.load("int64")
+
+    @words.device(types.void)
+    def set_key(job, block, rows, n0):
+        r = np.int64(cuda.threadIdx.x & LAST_THREAD)
+        if r < block_n and n0 + r < block.n_stop:
+            row, k, v = block.k_start + n0 + r, block.k, block.v
+            if paged:
+                page = load(job.block_table, block.b * job.max_pages + row // job.page_size)
+                row = row % job.page_size
+                k, v = k + page * job.k_batch, v + page * job.v_batch
+            rows.k[r] = k + row * job.k_row
+            rows.v[r] = v + row * job.v_row
+
+    return set_key

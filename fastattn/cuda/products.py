@@ -42,7 +42,7 @@ def score_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
         while d0 < job.head_dim:
             cuda.syncthreads()
             load_q(job, rows, buffer, d0)
-            load_k(job, block, buffer, n0, d0)
+            load_k(job, block, rows, buffer, n0, d0)
             cuda.syncthreads()
             for d in range(depth):
                 for m in range(own_rows):
@@ -83,7 +83,7 @@ def _load_q(storage: str, dtype: str, tile: Tile, words: Any) -> Callable:
 
 
 def _load_k(storage: str, dtype: str, tile: Tile, words: Any) -> Callable:
-    """Device function (job, block, buffer, n0, d0): a piece of k; 0 where there is none."""
+    """Device function (job, block, rows, buffer, n0, d0): a piece of k; 0 where there is none."""
     real, load = np.dtype(dtype).type, words.load(storage)
     depth, pitch, threads = tile.depth, tile.pitch, tile.threads
     loads = -(-tile.block_n * depth // threads)
@@ -91,14 +91,14 @@ def _load_k(storage: str, dtype: str, tile: Tile, words: Any) -> Callable:
     start = tile.block_m * pitch
 
     @words.device(types.void)
-    def load_piece(job, block, buffer, n0, d0):
+    def load_piece(job, block, rows, buffer, n0, d0):
         tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         d, r = tid % depth, tid // depth
         for n in range(loads):
             if tid + n * threads < size:
                 value = real(0)
                 if n0 + r < block.n_stop and d0 + d < job.head_dim:
-                    value = load(job.k, block.k + (n0 + r) * job.k_row + (d0 + d) * job.k_col)
+                    value = load(job.k, rows.k[r] + (d0 + d) * job.k_col)
                 buffer[U8(start + r * pitch + d)] = value
             r += step
 
@@ -106,7 +106,7 @@ def _load_k(storage: str, dtype: str, tile: Tile, words: Any) -> Callable:
 
 
 def value_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
-    """Device function (job, block, buffer, acc, n0): acc += p @ v of one tile.
+    """Device function (job, block, rows, buffer, acc, n0): acc += p @ v of one tile.
 
     A hidden key has p = -0.0. It contributes nothing, whatever v holds; one that is seen and has
     p = 0 contributes 0 * v.
@@ -119,7 +119,7 @@ def value_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
     add_seen = _add_seen(dtype, tile, words)
 
     @words.device(types.void)
-    def product(job, block, buffer, acc, n0):
+    def product(job, block, rows, buffer, acc, n0):
         tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx = tid // threads_n, tid % threads_n
         v = cuda.local.array(values, real)
@@ -127,7 +127,7 @@ def value_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
         while k0 < block_n and n0 + k0 < block.n_stop:
             cuda.syncthreads()
             # Also the barrier between loads and use.
-            if cuda.syncthreads_or(load_v(job, block, buffer, n0 + k0)):
+            if cuda.syncthreads_or(load_v(job, block, rows, buffer, n0, k0)):
                 add_seen(buffer, acc, k0)
             else:
                 for k in range(piece):
@@ -166,22 +166,22 @@ def _add_seen(dtype: str, tile: Tile, words: Any) -> Callable:
 
 
 def _load_v(storage: str, dtype: str, tile: Tile, words: Any) -> Callable:
-    """Device function (job, block, buffer, n0) -> int: a piece of v, 0 where there is none; returns
-    1 if a number of it is not finite.
+    """Device function (job, block, rows, buffer, n0, k0) -> int: a piece of v, 0 where there is
+    none; returns 1 if a number of it is not finite.
     """
     real, load = np.dtype(dtype).type, words.load(storage)
     threads, block_v, size = tile.threads, tile.block_v, tile.piece_keys * tile.block_v
 
     @words.device(types.int64)
-    def load_piece(job, block, buffer, n0):
+    def load_piece(job, block, rows, buffer, n0, k0):
         first = np.int64(cuda.blockIdx.y) * block_v
         e = np.int64(cuda.threadIdx.x & LAST_THREAD)
         found = np.int64(0)
         while e < size:
-            n, d = n0 + e // block_v, first + e % block_v
+            r, d = k0 + e // block_v, first + e % block_v
             value = real(0)
-            if n < block.n_stop and d < job.head_dim_v:
-                value = load(job.v, block.v + n * job.v_row + d * job.v_col)
+            if n0 + r < block.n_stop and d < job.head_dim_v:
+                value = load(job.v, rows.v[r] + d * job.v_col)
             if value - value != 0:
                 found = np.int64(1)
             buffer[U8(e)] = value

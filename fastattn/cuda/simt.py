@@ -17,7 +17,7 @@ from numba import cuda
 
 from ..problem import Variant
 from .compile import Source
-from .place import Rows, locate_block, set_rows
+from .place import Rows, locate_block, set_keys, set_rows
 from .products import score_product, value_product
 from .softmax import change_scores, fold_scores, skipped_tile, start_rows
 from .tile import Tile
@@ -36,7 +36,8 @@ def forward_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
     real = np.dtype(variant.dtype).type
     block_m, block_n, acc_size = tile.block_m, tile.block_n, tile.rows * tile.values
     buffer_size, parts_size = tile.buffer_size, tile.block_m * (tile.threads_n + 1)
-    locate, fill = locate_block(tile, words), set_rows(tile, words)
+    locate, fill = locate_block(variant, tile, words), set_rows(tile, words)
+    find_keys = set_keys(variant, tile, words)
     begin, fold = start_rows(variant.dtype, tile, words), fold_scores(variant, tile, words)
     scores = score_product(variant.dtype, variant.storage, tile, words)
     weigh = value_product(variant.dtype, variant.storage, tile, words)
@@ -54,6 +55,8 @@ def forward_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
             cuda.shared.array(block_m, np.int64),
             cuda.shared.array(block_m, np.int64),
             cuda.shared.array(block_m, np.uint64),
+            cuda.shared.array(block_n, np.int64),
+            cuda.shared.array(block_n, np.int64),
         )
         acc = cuda.local.array(acc_size, real)
         for e in range(acc_size):
@@ -68,10 +71,12 @@ def forward_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
         n0 = block.n_start
         while n0 < block.n_stop:
             if not skips(job, block, rows, n0):
+                cuda.syncthreads()
+                find_keys(job, block, rows, n0)
                 scores(job, block, rows, buffer, n0)
                 hidden = change(job, block, rows, buffer, n0)
                 fold(job, rows, buffer, parts, row_max, row_sum, alpha, acc, hidden, n0)
-                weigh(job, block, buffer, acc, n0)
+                weigh(job, block, rows, buffer, acc, n0)
             n0 += block_n
         write(job, block, rows, buffer, row_max, row_sum, acc)
 

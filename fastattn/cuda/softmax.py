@@ -204,7 +204,7 @@ def weights_of_thread(dtype: str, tile: Tile, words: Any) -> Callable:
                     p = exp(buffer[at] - best)
                     total += p
                     drops = job.dropout_keys != 0
-                    if drops and not is_kept(rows.key[r], first_j + c, job.dropout_threshold):
+                    if drops and not is_kept(rows.dropout[r], first_j + c, job.dropout_threshold):
                         p = real(0)
                 buffer[at] = p
             parts[r * (threads_n + 1) + tx] = total
