@@ -191,6 +191,19 @@ def test_arrays_of_a_gpu_stay_there(stub, asked):
     assert job["lse"] == job["mask"] == job["ranges"] == 0
 
 
+def test_large_shared_memory_is_asked_for(stub):
+    code = """
+q = np.ones((1, 300, 128), np.float16)
+fastattn.attention(q, q, q, backend="cuda")
+print(json.dumps([str(fastattn.explain(q, q, q, backend="cuda")), log()]))
+"""
+    text, lines = run(stub, code)
+    assert "\nkernel      forward: tensor cores multiply float16, sums are float32\n" in text
+    (shared,) = {line.split(", ")[2] for line in lines if line.startswith("launch")}
+    assert int(shared) > 48 << 10
+    assert f"attribute 8 {shared}" in lines
+
+
 def test_numbers_of_a_launch_are_floats_where_they_should_be(stub):
     code = """
 q = ones(3, 8)
