@@ -132,10 +132,43 @@ def onnx_norm(shape: tuple[int, ...]) -> Pair:
     return lambda: layer_normalization(x, ones, ones).Y, lambda: nn.layer_norm(x, weights)
 
 
+def transformers(shape: tuple[int, ...]) -> Pair:
+    """A layer's call without a mask."""
+    return _layer(shape, None)
+
+
+def transformers_mask(shape: tuple[int, ...]) -> Pair:
+    """A layer's call with the mask of a padded batch."""
+    tokens = shape[1]
+    return _layer(shape, np.tri(tokens, dtype=bool)[None, None])
+
+
+def _layer(shape: tuple[int, ...], mask: np.ndarray | None) -> Pair:
+    import torch
+
+    from fastattn.transformers import attend
+
+    arrays = inputs(shape)
+    q, k, v = (a.swapaxes(1, 2) for a in arrays)
+    tensors = [torch.from_numpy(a).transpose(1, 2) for a in arrays]
+    added = None if mask is None else torch.from_numpy(mask)
+
+    def face() -> Any:
+        return attend(None, *tensors, added)[0]
+
+    def alone() -> Any:
+        flags = {"causal": True, "align": "top_left"} if mask is None else {"mask": mask}
+        return fastattn.attention(q, k, v, **flags).swapaxes(1, 2)
+
+    return face, alone
+
+
 FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
     "jax": jax_eager,
     "jax, jit": jax_jit,
     "jax, pure_callback": jax_callback,
+    "transformers": transformers,
+    "transformers, mask": transformers_mask,
     "onnx attention": onnx_attention,
     "onnx attention, packed": onnx_packed,
     "onnx attention, past": onnx_past,
@@ -157,6 +190,8 @@ def main() -> None:
     parser.add_argument("--only", default="*", help="faces or patterns, comma-separated")
     parser.add_argument("--rounds", type=terminal.count, default=9, help="default 9")
     options = parser.parse_args()
+    # Of two threads, one would fall asleep between the calls of a face, and not between the core's.
+    fastattn.set_num_threads(1)
     table = Table("face", "batch × tokens × heads × head_dim", "face µs", "core µs", "added µs")
     patterns = options.only.split(",")
     for name, make in FACES.items():

@@ -20,7 +20,10 @@ def is_plain(*tensors: Any) -> bool:
         return False
     if torch.overrides.has_torch_function(tensors):
         return False
-    return all(t is None or (type(t) in PLAIN and t.is_cpu and not t.is_neg()) for t in tensors)
+    for t in tensors:
+        if t is not None and not (type(t) in PLAIN and t.is_cpu and not t.is_neg()):
+            return False
+    return True
 
 
 def is_transformed() -> bool:
@@ -34,7 +37,11 @@ def is_transformed() -> bool:
 
 def needs_gradient(*tensors: Any) -> bool:
     """Whether autograd has to record a function of these."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def is_direct(*tensors: Any) -> bool:
