@@ -12,7 +12,7 @@ from .sdpa import scaled_dot_product_attention
 from .weights import attention_key_sums, attention_weights
 
 if TYPE_CHECKING:
-    from . import mods, nn, onnx, plot, udl
+    from . import flash_attn, mods, nn, onnx, plot, udl
     from .block_mask import BlockMask, create_block_mask
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "create_block_mask",
     "dropout_mask",
     "explain",
+    "flash_attn",
     "get_num_threads",
     "merge",
     "mods",
@@ -47,7 +48,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     # Imported on demand: most callers have no modifiers, and importlib.metadata costs as much to
     # import as half of this package.
-    if name in ("jax", "mods", "nn", "onnx", "plot", "torch", "transformers", "udl"):
+    on_demand = "flash_attn jax mods nn onnx plot torch transformers udl"
+    if name in on_demand.split():
         return import_module(f".{name}", __name__)
     if name in ("BlockMask", "create_block_mask"):
         return getattr(import_module(".block_mask", __name__), name)

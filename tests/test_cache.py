@@ -193,7 +193,7 @@ def test_key_and_target_are_part_of_the_name(tmp_path, monkeypatch):
     a, b = (compile.Target("x86_64-unknown-linux-gnu", cpu, "") for cpu in ("x86-64-v3", "znver4"))
     paths = {cache.entry_path(tmp_path, k, target) for k in ("k", ("k", 1)) for target in (a, b)}
     assert len(paths) == 4
-    monkeypatch.setattr(cache, "_version", lambda package: "0.1" if package == "numba" else "")
+    monkeypatch.setattr(cache, "version", lambda package: "0.1" if package == "numba" else "")
     assert cache.entry_path(tmp_path, "k", a) not in paths
 
 

@@ -268,8 +268,3 @@ def test_gradients_refuse_pages():
     lse = ones(1, 1, 2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'block_table'"):
         fastattn.attention_backward(q, q, k, k, q, lse, block_table=[[0]])
-
-
-def test_there_is_no_kernel_for_a_gpu():
-    with pytest.raises(ImportError, match=r"^backend='cuda' cannot run here: .*block_table"):
-        fastattn.attention(**valid(), backend="cuda")

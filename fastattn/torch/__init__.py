@@ -6,8 +6,8 @@ except ImportError:
     message = "fastattn.torch needs torch, which is not installed: pip install fastattn[torch]"
     raise ImportError(message) from None
 
+from ..errors import ArgumentError, ArgumentTypeError
 from .api import attention
-from .errors import ArgumentError, ArgumentTypeError
 from .patching import patch
 from .sdpa import scaled_dot_product_attention
 

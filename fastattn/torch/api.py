@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import api
+from ..errors import as_argument_error
 from .call import Call
 from .dispatch import autocast, is_direct, number, seed_of
-from .errors import as_torch_error
 from .ops import run
 
 
@@ -73,7 +73,7 @@ def attention(
         found = run(call)
         return found if return_lse else found[0]
     except (TypeError, ValueError) as error:
-        raise as_torch_error(error) from None
+        raise as_argument_error(error) from None
 
 
 def _ints(value: Any) -> Tensor | None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 
+from ..errors import ArgumentError
 from .dispatch import is_plain
-from .errors import ArgumentError
 from .sdpa import scaled_dot_product_attention
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

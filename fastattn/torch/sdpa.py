@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .. import sdpa as core
+from ..errors import ArgumentTypeError, as_argument_error
 from .call import Call
 from .dispatch import autocast, is_direct, is_plain, number, seed_of
-from .errors import ArgumentTypeError, as_torch_error
 from .ops import run
 
 NAMES = core.TORCH_NAMES
@@ -89,7 +89,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     except (TypeError, ValueError) as error:
-        raise as_torch_error(error) from None
+        raise as_argument_error(error) from None
 
 
 def _through_operator(
