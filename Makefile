@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: bench chat test check
+.PHONY: bench chat check gpu test
 
 bench: .venv/bench.stamp
 	$(BIN)/python examples/udl_exercise.py
@@ -19,6 +19,10 @@ test: .venv/test.stamp
 check: .venv/check.stamp
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layers.py
+
+gpu: .venv/gpu.stamp
+	$(BIN)/python -m fastattn verify --backend cuda
+	$(BIN)/python bench/gpu.py --json
 
 .venv/bench.stamp: .venv/examples.stamp
 

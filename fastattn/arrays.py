@@ -11,6 +11,7 @@ import numpy as np
 
 from .kinds import (
     array_view,
+    device_of,
     is_device_view,
     is_on_device,
     is_tensor,
@@ -140,19 +141,15 @@ def check_sizes(names: Names, q: tuple[int, ...], k: tuple[int, ...], v: tuple[i
 
 def check_places(names: Names, q: np.ndarray, others: Iterable[tuple[str, Any]]) -> None:
     """Raise unless the others that are given are in the memory of q: a GPU's, or the CPU's."""
-    place = _place(q)
+    place = device_of(q)
     for name, a in others:
-        if a is not None and _place(a) != place:
-            rule = f"{name} must be in the memory of {names.q}, {place}"
-            raise ValueError(f"{rule}, got an array in {_place(a)}")
+        if a is not None and a is not q and device_of(a) != place:
+            rule = f"{name} must be in the memory of {names.q}, {_place_text(place)}"
+            raise ValueError(f"{rule}, got an array in {_place_text(device_of(a))}")
 
 
-def _place(a: np.ndarray) -> str:
-    if not is_device_view(a):
-        return "the CPU's"
-    from .cuda.memory import device_memory
-
-    return f"that of GPU {device_memory(a).ordinal}"  # type: ignore[union-attr]
+def _place_text(device: int | None) -> str:
+    return "the CPU's" if device is None else f"that of GPU {device}"
 
 
 # --- mask and bias ------------------------------------------------------------------------------

@@ -110,10 +110,15 @@ def is_on_device(x: Any) -> bool:
 
 def is_device_view(array: np.ndarray) -> bool:
     """Whether an array is a view of the memory of a GPU, as array_view() makes them."""
+    return device_of(array) is not None
+
+
+def device_of(array: np.ndarray) -> int | None:
+    """The number of the GPU whose memory an array is a view of; None for the CPU's."""
     base = array.base
     while type(base) is np.ndarray:
         base = base.base
-    return base is not None and getattr(base, "is_device_memory", False)
+    return None if base is None else getattr(base, "gpu_ordinal", None)
 
 
 def _view_of_tensor(name: str, x: Any) -> np.ndarray:

@@ -21,14 +21,14 @@ def combine_source(variant: Variant) -> Source:
     """The kernel as it is translated for a GPU."""
     from . import words
 
-    return Source(combine_kernel(variant, words), ROW_THREADS)
+    return Source(combine_kernel(variant, words), ROW_THREADS, min_blocks=4)
 
 
 def missing_source(variant: Variant) -> Source:
     """The kernel as it is translated for a GPU."""
     from . import words
 
-    return Source(missing_kernel(variant, words), ROW_THREADS)
+    return Source(missing_kernel(variant, words), ROW_THREADS, min_blocks=4)
 
 
 def row_of_block(words: Any) -> Callable:

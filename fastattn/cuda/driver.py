@@ -10,7 +10,7 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -197,7 +197,7 @@ def launch(
     threads: int,
     shared_bytes: int,
     stream: int,
-    job: tuple[float, ...],
+    job: Sequence[float],
 ) -> None:
     """Start a kernel on a stream, with the fields of a job as its parameters."""
     parameters = _parameters

@@ -70,4 +70,5 @@ FLOATS = ("scale", "scale_log2", "q_sign", "softcap", "dropout_factor")
 UNLIMITED = 1 << 40  # a window side of None: past any key
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
 Job = namedtuple("Job", FIELDS, defaults=(0,) * len(FIELDS))  # type: ignore[misc]
+PLACE = {name: number for number, name in enumerate(FIELDS)}
 PACKER = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in FIELDS))

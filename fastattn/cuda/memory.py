@@ -29,11 +29,9 @@ NOWHERE = 64  # the address of an array without elements: NumPy wants one
 class DeviceMemory:
     """What stands at the end of the `base` of every view: whose memory it is."""
 
-    is_device_memory = True  # for those who must not import this
-
     def __init__(self, owner: Any, ordinal: int, stream: int):
         self.owner = owner  # the caller's array, which keeps it alive
-        self.ordinal = ordinal
+        self.ordinal = self.gpu_ordinal = ordinal  # the latter for kinds.py, below this module
         self.stream = stream  # the one that the caller works on, at the time of the call
         self.__array_interface__: dict[str, Any] = {}
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
 
+from ..cpu.layout import address
 from ..problem import Operands, Placement, Plan, Problem
 from . import compile, driver
 from .choice import Choice, Kernel, builder, row_kernel
@@ -31,8 +34,7 @@ def placement_of(operands: Operands) -> Placement:
 def _has_whole_rows(array: np.ndarray) -> bool:
     """Whether rows begin at multiples of 16 bytes and are contiguous."""
     *steps, column = array.strides
-    places = (array.__array_interface__["data"][0], *steps)
-    return column == array.itemsize and all(place % ALIGNMENT == 0 for place in places)
+    return column == array.itemsize and reduce(or_, steps, address(array)) % ALIGNMENT == 0
 
 
 def _fits(arrays: tuple[np.ndarray, ...]) -> bool:
@@ -121,7 +123,7 @@ class Scratch:
         """Where a view lies, or a new copy of an array in the memory of the CPU, in C order."""
         if device_memory(array) is None:
             array = self._copied(array)
-        return array.__array_interface__["data"][0]
+        return address(array)
 
     def moved(self, array: np.ndarray | None) -> np.ndarray | None:
         """A view of the device's memory: the array itself, or of a copy that repeats as it does."""
@@ -137,8 +139,7 @@ class Scratch:
 
     def _copied(self, array: np.ndarray) -> np.ndarray:
         copy = self.empty_like(array)
-        address = copy.__array_interface__["data"][0]
-        driver.to_device(address, np.ascontiguousarray(array), self.stream)
+        driver.to_device(address(copy), np.ascontiguousarray(array), self.stream)
         return copy
 
     def fetch(self, array: np.ndarray | None, copy: np.ndarray | None) -> None:
@@ -146,7 +147,7 @@ class Scratch:
         if array is None or copy is None:
             return
         target = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
-        driver.to_host(target, copy.__array_interface__["data"][0], self.stream)
+        driver.to_host(target, address(copy), self.stream)
         if target is not array:
             array[...] = target
 
@@ -158,5 +159,5 @@ def scratch(ordinal: int, stream: int) -> Iterator[Scratch]:
     try:
         yield space
     finally:
-        for address in space.addresses:
-            driver.free(address, stream)
+        for place in space.addresses:
+            driver.free(place, stream)

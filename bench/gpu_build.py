@@ -1,0 +1,85 @@
+"""The PTX of all kernels that bench/gpu.py needs, into the cache: on any machine, without a GPU.
+
+FASTATTN_CACHE=kernels python bench/gpu_build.py --capability 9.0
+
+With that folder in place, the machine with the GPU translates nothing, and needs no NVVM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import gpu_cases
+import repository
+
+from fastattn.check import check
+from fastattn.commands import terminal
+from fastattn.cuda import choice, compile, driver
+from fastattn.cuda.run import placement_of
+from fastattn.machine import default_num_threads
+from fastattn.problem import Operands, Problem
+from fastattn.verifying.case import Case, laid_out
+from fastattn.verifying.trial import Trial, inputs_of
+
+SHARED_BYTES = {(7, 5): 64 << 10, (8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+OTHERS = 99 << 10  # (8, 6), (8, 9) and (12, x)
+Key = tuple[Hashable, ...]
+
+
+def calls() -> Iterator[tuple[Problem, Operands]]:
+    """Every call of the steps, checked; of those whose time counts, one with fewer rows."""
+    timed = (
+        Trial(Case(c.name, min(c.seqlen_q, 1024), 1024, c.head_dim, dtype=c.dtype, causal=c.causal))
+        for c in (*gpu_cases.FORWARD, *gpu_cases.DECODE)
+    )
+    for trial in (*gpu_cases.trials(), *timed):
+        x = inputs_of(trial)
+        x.flags.pop("members", None)
+        yield check(*map(laid_out, x.arrays, trial.layouts), **x.flags)
+
+
+def keys(device: driver.Device) -> set[Key]:
+    """The kernels of all calls on a device."""
+    found = set()
+    for problem, operands in calls():
+        where = placement_of(operands)
+        found.add(choice.choose(problem, device, where.whole_rows, where.options).kernel.key)
+        for name in ("combine", "missing"):
+            found.add(choice.row_kernel(name, problem, 1).key)
+    return found
+
+
+def build(key: Key, target: tuple[int, int]) -> int:
+    """Translate a kernel, unless the cache has it; the length of its text."""
+    return len(compile.code(key, choice.builder(key), target).ptx)
+
+
+def device_of(capability: tuple[int, int]) -> driver.Device:
+    """What decides on kernels, of a device of this compute capability."""
+    shared = SHARED_BYTES.get(capability, OTHERS)
+    return driver.Device(0, "none", capability, 1, shared, 65536, 1 << 20)
+
+
+@terminal.checked
+def capability(text: str) -> tuple[int, int]:
+    """A compute capability."""
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise ValueError(f"must be a compute capability such as 9.0, got {text!r}")
+    return int(major), int(minor)
+
+
+def main() -> None:
+    parser = repository.parser(__doc__)
+    parser.add_argument("--capability", type=capability, default=(9, 0))
+    options = parser.parse_args()
+    target = compile.ptx_target(options.capability)
+    wanted = sorted(keys(device_of(options.capability)), key=repr)
+    with ProcessPoolExecutor(default_num_threads()) as pool:
+        sizes = list(pool.map(build, wanted, [target] * len(wanted)))
+    print(f"{len(sizes)} kernels, {sum(sizes) >> 10} KiB")
+
+
+if __name__ == "__main__":
+    main()

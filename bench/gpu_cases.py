@@ -1,0 +1,102 @@
+"""What bench/gpu.py tries: calls that must be right, and calls whose time counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fastattn.verifying.case import Case
+from fastattn.verifying.trial import Trial
+
+# --- calls that must be right ---------------------------------------------------------------------
+
+SMALL = Case("plain", 150, 220, 64, batch=2, heads_q=4, heads_kv=2)
+# Every option of attention(), for every dtype. Sizes are no multiples of a block.
+VARIANTS: dict[str, dict] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "more queries": {"seqlen_q": 220, "seqlen_k": 150, "causal": True},
+    "top left": {"causal": True, "align": "top_left"},
+    "window": {"window": (40, 7)},
+    "chunk": {"chunk": 48, "causal": True},
+    "softcap": {"softcap": 1.5},
+    "negative scale": {"scale": -0.2},
+    "mask": {"mask": "b1qk"},
+    "bias": {"bias": "1hqk"},
+    "alibi": {"alibi": "bh", "causal": True},
+    "sinks": {"sinks": True},
+    "lengths": {"lengths": "q_len kv_len kv_start align", "causal": True, "sinks": True},
+    "dropout": {"dropout_p": 0.3},
+    "decode": {"seqlen_q": 1, "seqlen_k": 1500},
+    "decode of groups": {"seqlen_q": 1, "seqlen_k": 700, "heads_q": 8, "heads_kv": 1},
+    "decode of lengths": {"seqlen_q": 1, "seqlen_k": 1100, "lengths": "kv_len kv_start"},
+    "one key": {"seqlen_q": 5, "seqlen_k": 1},
+    "wide values": {"head_dim_v": 200},
+    "odd head_dim": {"head_dim": 33},
+    "head_dim 96": {"head_dim": 96, "causal": True},
+    "head_dim 128": {"head_dim": 128, "causal": True},
+    "head_dim 256": {"head_dim": 256, "causal": True},
+}
+DTYPES = ("bfloat16", "float32", "float16", "float64")
+
+
+def trials() -> Iterator[Trial]:
+    """All of them, the dtypes of most use first."""
+    for dtype in DTYPES:
+        for name, changes in VARIANTS.items():
+            yield Trial(replace(SMALL, name=name, dtype=dtype, **changes))
+        for poison in ("k", "v"):
+            case = replace(SMALL, name=f"nan in {poison}", dtype=dtype, causal=True)
+            yield Trial(case, poison=poison)
+        yield Trial(replace(SMALL, name="packed", dtype=dtype, causal=True), kind="varlen")
+        strided = ("heads last", "strided", "transposed")
+        yield Trial(replace(SMALL, name="strides", dtype=dtype), layouts=strided)
+
+
+# --- calls whose time counts ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call of attention(); causal is what torch's is where seqlen_q = seqlen_k."""
+
+    name: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+
+    @property
+    def flop(self) -> int:
+        """Multiplies and adds of both products over visible pairs."""
+        hidden = self.seqlen_q * (self.seqlen_q - 1) // 2 if self.causal else 0
+        pairs = self.batch * self.heads_q * (self.seqlen_q * self.seqlen_k - hidden)
+        return 4 * pairs * self.head_dim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of q, k, v and out."""
+        rows = 2 * self.heads_q * self.seqlen_q + 2 * self.heads_kv * self.seqlen_k
+        return self.batch * rows * self.head_dim * (4 if self.dtype == "float32" else 2)
+
+
+LONG = Timed("dense-8k-d128", 2, 16, 16, 8192, 8192, 128)
+FORWARD = (
+    LONG,
+    replace(LONG, name="causal-8k-d128", causal=True),
+    replace(LONG, name="dense-8k-d64", heads_q=32, heads_kv=32, head_dim=64),
+    replace(LONG, name="causal-8k-d64", heads_q=32, heads_kv=32, head_dim=64, causal=True),
+    replace(LONG, name="gqa-4k-d128", heads_q=32, heads_kv=8, seqlen_q=4096, seqlen_k=4096),
+    replace(LONG, name="causal-1k-d128", batch=16, seqlen_q=1024, seqlen_k=1024, causal=True),
+    replace(LONG, name="dense-4k-d256", heads_q=8, heads_kv=8, head_dim=256),
+    replace(LONG, name="dense-2k-d64-f32", dtype="float32", seqlen_q=2048, seqlen_k=2048),
+)
+DECODE = (
+    Timed("decode-mha-8k", 16, 32, 32, 1, 8192, 128),
+    Timed("decode-gqa-8k", 32, 32, 8, 1, 8192, 128),
+    Timed("decode-gqa-64k", 2, 32, 8, 1, 65536, 128),
+)
