@@ -40,6 +40,8 @@ __all__ = [
     "udl",
 ]
 
+ON_DEMAND = ("flash_attn", "jax", "mods", "nn", "onnx", "plot", "torch", "transformers", "udl")
+
 
 def __dir__() -> list[str]:
     return __all__
@@ -48,8 +50,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     # Imported on demand: most callers have no modifiers, and importlib.metadata costs as much to
     # import as half of this package.
-    on_demand = "flash_attn jax mods nn onnx plot torch transformers udl"
-    if name in on_demand.split():
+    if name in ON_DEMAND:
         return import_module(f".{name}", __name__)
     if name in ("BlockMask", "create_block_mask"):
         return getattr(import_module(".block_mask", __name__), name)

@@ -3,7 +3,7 @@
 XLA calls a C function with one pointer, to a call frame: addresses, shapes and types of operands
 and results, and attributes. Here that function is a ctypes callback, which hands a Python function
 NumPy views of XLA's own memory. jax.pure_callback does so too, but brings operands to a device
-first: it adds 174 µs to a call, this 37 (bench/faces.py), and it can wait for ever for a thread
+first: it adds 181 µs to a call, this 37 (bench/faces.py), and it can wait for ever for a thread
 pool whose threads all wait in callbacks.
 
 Source: xla/ffi/api/c_api.h, which jaxlib brings along (jax.ffi.include_dir()), version 0.3. The
