@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,13 +56,38 @@ class Pieces(NamedTuple):
 def forward(tiling, problem, operands, target=SM_80, ptx=None):
     """Write operands.out and operands.lse; return the last thread block, for its counters."""
     device = Device(operands.out, operands.lse)
-    pieces = Pieces(-(-problem.seqlen_q // tiling.block_m))
-    job = job_of(problem, operands, pieces, device.address)
-    grid = job.m_blocks * problem.heads_q * problem.batch
+    job = job_of(problem, operands, Pieces(tiling.m_blocks(problem)), device.address)
     text = ptx or code(tiling, target)
-    block = launch(text, device.memory, job, grid, tiling.shared_bytes)
+    block = launch(text, device.memory, job, tiling.grid(problem), tiling.shared_bytes)
     device.fetch()
     return block
+
+
+def forward_in_parts(tiling, problem, operands, split_n):
+    """The same with the keys in parts, which are merged here."""
+    splits = -(-problem.seqlen_k // split_n)
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    width = problem.head_dim_v
+    partial = np.full(rows * splits * (width + 2), np.nan, np.float32)
+    device = Device(partial)
+    job = job_of(
+        problem,
+        operands,
+        Pieces(tiling.m_blocks(problem), splits, split_n),
+        device.address,
+        device.address(partial),
+    )
+    grid = tiling.grid(problem) * splits
+    launch(code(tiling), device.memory, job, grid, tiling.shared_bytes)
+    device.fetch()
+    outs, states = np.split(partial.astype(np.float64), [rows * splits * width])
+    reference, total = np.moveaxis(states.reshape(rows, splits, 2), 2, 0)
+    top = reference.max(axis=1, keepdims=True)
+    weight = np.exp(reference - np.where(np.isinf(top), 0, top))
+    both = (weight * total).sum(axis=1)
+    out = (weight[..., None] * outs.reshape(rows, splits, width)).sum(axis=1) / both[:, None]
+    operands.out[...] = out.reshape(operands.out.shape)
+    operands.lse[...] = (top[:, 0] + np.log(both)).reshape(operands.lse.shape)
 
 
 def code(tiling, target=SM_80) -> str:
@@ -101,13 +127,23 @@ def inputs(tiling, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim=0, hea
     )
 
 
-def assert_call(tiling, q, k, v, target=SM_80, **flags):
-    """Run a call, fail unless out and lse are as exact as they can be; return the last block."""
+def assert_call(tiling, q, k, v, target=SM_80, truth=None, split_n=0, **flags):
+    """Run a call, fail unless out and lse are as exact as they can be; return the last block.
+
+    truth: flags for the oracle, where it takes others. split_n: keys of a part, if not all.
+    """
     problem, operands = check(q, k, v, return_lse=True, **flags)
+    modifiers = {name: getattr(problem.variant, name) for name in ("score_mod", "mask_mod")}
+    tiling = replace(tiling, **modifiers)
+    flags = flags if truth is None else truth
     operands.out[...], operands.lse[...] = np.nan, np.nan
     if operands.ranges is not None:  # api writes those that nobody has
         _write_missing_rows(operands, operands.ranges)
-    block = forward(tiling, problem, operands, target)
+    block = None
+    if split_n:
+        forward_in_parts(tiling, problem, operands, split_n)
+    else:
+        block = forward(tiling, problem, operands, target)
     exact, formula = oracle.judge(q, k, v, **flags)
     oracle.assert_within_budget(operands.lse, exact[1], formula[1], floor=8)
     assert_rounded_once(operands.out, exact[0], formula[0], q, k, v, flags)

@@ -16,6 +16,8 @@ from ptx_text import EmulationError, Program, parse
 
 LANES = 32
 MAX_STEPS = 5_000_000
+# Bits of registers, by their names.
+WIDTHS = {"%r": 32, "%rd": 64, "%f": 32, "%fd": 64, "%rs": 16, "%h": 16}
 
 
 def launch(ptx: str, memory: GlobalMemory, arguments, grid: int, shared_bytes: int):
@@ -263,12 +265,13 @@ class Block:
             data = self.shared.read(addresses, nbytes, chosen, "ld")
         else:
             data = self.memory.load(self._address(operands[1], 64)[chosen], nbytes)
-        data = np.ascontiguousarray(data).view(arithmetic.UNSIGNED[bits])
-        if bits == 8:
-            data = data.astype(np.uint32)
+        data = np.ascontiguousarray(data).view(arithmetic.numpy_type(kind))
         for i, name in enumerate(names):
-            value = np.zeros(self.count, data.dtype)
-            value[chosen] = data[:, i]
+            # A register may be wider than what is loaded.
+            wide = arithmetic.UNSIGNED[WIDTHS.get(name.rstrip("0123456789"), max(bits, 32))]
+            same = data.dtype.kind == "f" or data.dtype.itemsize == np.dtype(wide).itemsize
+            value = np.zeros(self.count, wide)
+            value[chosen] = data[:, i].view(wide) if same else data[:, i].astype(wide)
             self._put(name, value, mask)
         return None
 

@@ -6,7 +6,7 @@ import pytest
 from cuda_assembled import assemble, need_assembler
 from cuda_emulated import SM_80, SM_90, code, need_numba_cuda
 
-from fastattn.cuda.tensor.tilings import SHAPES, Tiling
+from fastattn.cuda.tensor.tilings import PACKED, SHAPES, Tiling
 
 need_numba_cuda()
 need_assembler()
@@ -22,6 +22,7 @@ ODD = [
     Tiling("bfloat16", 128, 128, 4, 128, 64, padded=True),
     Tiling("bfloat16", 64, 64, 4, 128, 64, padded=True, strided=True),
     Tiling("float16", 192, 128, 4, 64, 64),
+    *(Tiling("bfloat16", d, d, *PACKED, packed=True) for d in (64, 128, 256)),
     *(Tiling("bfloat16", d, d, 4, 64, 64, general=True) for d in (64, 96, 128, 192)),
     Tiling("float16", 128, 128, 4, 64, 64, general=True),
     Tiling("bfloat16", 256, 256, 4, 64, 32, general=True),

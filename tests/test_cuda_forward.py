@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cuda_emulated import SM_80, SM_90, assert_call, inputs, need_numba_cuda
 
+from fastattn.cuda.tensor import tilings
 from fastattn.cuda.tensor.tilings import Tiling
 
 need_numba_cuda()
@@ -66,6 +67,23 @@ def test_what_is_hidden_may_be_anything():
 
 def test_head_dim_128_on_newer_devices():
     assert_call(LARGE, *inputs(LARGE, 1, 2, 1, 150, 210), SM_90, causal=True)
+
+
+PACKED = Tiling("float16", 128, 128, *tilings.PACKED, packed=True)
+
+
+def test_one_query_of_grouped_heads():
+    """All heads of a group at once: more and fewer than a block has rows."""
+    assert_call(PACKED, *inputs(PACKED, 2, 6, 2, 1, 150), causal=True)
+    sinks = np.linspace(-2, 2, 40).astype(np.float32)
+    lengths = {"kv_len": np.array([70, 130]), "kv_start": np.array([0, 9])}
+    assert_call(PACKED, *inputs(PACKED, 2, 40, 2, 1, 130), **lengths, sinks=sinks, window=(50, 0))
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_parts_of_the_keys(queries):
+    tiling = PACKED if queries == 1 else SMALL
+    assert_call(tiling, *inputs(tiling, 2, 4, 2, queries, 200), split_n=64, window=(170, 0))
 
 
 def test_any_strides():

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from ..problem import Placement, Problem, Variant
 from . import compile, driver
+from .tensor.tilings import SPLIT_N as TENSOR_SPLIT_N
 from .tensor.tilings import Tiling, forward_tiling
 from .tile import ROW_THREADS, SPLIT_N, grid_of, splits_of, tile_of
 
@@ -84,18 +85,18 @@ def _simt(problem: Problem, device: str) -> Choice:
 
 
 def _tensor(problem: Problem, tiling: Tiling, device: str) -> Choice:
-    m_blocks = -(-problem.seqlen_q // tiling.block_m)
-    blocks = m_blocks * problem.heads_q * problem.batch
+    num_splits = -(-problem.seqlen_k // TENSOR_SPLIT_N) if tiling.packed else 1
+    grid = tiling.grid(problem) * max(num_splits, 1), 1, 1
     return Choice(
-        Kernel(("forward", tiling), (blocks, 1, 1), tiling.threads, tiling.shared_bytes),
+        Kernel(("forward", tiling), grid, tiling.threads, tiling.shared_bytes),
         "forward",
         f"tensor cores multiply {problem.variant.storage}, sums are float32",
         device,
         tiling.block_m,
         tiling.block_n,
-        m_blocks,
-        num_splits=1,
-        split_n=0,
+        tiling.m_blocks(problem),
+        max(num_splits, 1),
+        TENSOR_SPLIT_N,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .mma import F32, I16, I32
-from .operation import f32, floats, i64, operation, types, u32, void
+from .operation import floats, i64, operation, types, u32, void
 from .shapes import Shapes
 from .tiles import CHUNK, ITEM, Copy, SharedTile
 from .tilings import Tiling
@@ -40,15 +40,20 @@ def end_steps(tiling: Tiling) -> dict:
             x = e.b.fadd(x, e.lane_xor(x, mask))
         return x
 
-    @operation(tiling.storage, types.UniTuple(state, 2), state, state, types.float64, f32)
-    def finish(e, row_max, row_sum, scale, sink):
-        """(factor, lse) of each row: what its output is to be multiplied by. Both count the sink,
-        which may be -inf; lse is natural.
+    @operation(tiling.storage, types.UniTuple(state, 2), state, state, types.float64, i64, i64)
+    def finish(e, row_max, row_sum, scale, sinks, rows):
+        """(factor, lse) of each row: what its output is to be multiplied by. Both count the sink of
+        the row's head, if there are sinks; lse is natural. sinks: address of the first row's.
         """
+        own = list(own_rows(e, rows))
         scale, nothing = e.b.fptrunc(scale, F32), e.f32(-math.inf)
-        sink_2 = e.finite_in(sink, LOG2_E)
         factors, lses = [], []
-        for own_max, own_sum in zip(row_max, row_sum, strict=True):
+        for own_max, own_sum, (row, exists) in zip(row_max, row_sum, own, strict=True):
+            place = e.shl(e.i64(row), 2) if tiling.packed else e.i64(0)
+            wanted = e.b.and_(exists, e.b.icmp_signed("!=", sinks, e.i64(0)))
+            sink = e.load_global("f32", e.add(sinks, place), wanted)
+            sink = e.b.select(wanted, sink, nothing)
+            sink_2 = e.finite_in(sink, LOG2_E)
             largest = e.b.fmul(own_max, scale)
             top = e.fmax(largest, sink_2)
             top = e.b.select(e.b.fcmp_ordered("==", top, nothing), e.f32(0), top)

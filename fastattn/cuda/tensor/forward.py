@@ -15,13 +15,12 @@ import numpy as np
 from ..compile import Source
 from .forward_steps import forward_steps
 from .options import option_functions
-from .placement import batch_entry, batch_offset, block_place, float_at, key_range, minus, near
+from .placement import batch_entry, batch_offset, key_range, minus, near, row_functions
 from .repair import repairer
 from .shapes import Shapes
 from .tilings import ITEM, Tiling
 
 ONE = np.uint32(1)
-NOTHING = np.float32(-np.inf)  # a sink that takes no part
 
 
 def forward_kernel(tiling: Tiling) -> Source:
@@ -41,25 +40,27 @@ def forward_kernel(tiling: Tiling) -> Source:
     products, window, softmax = steps.products, steps.window, steps.softmax
     rescale, add_values = steps.rescale, steps.add_values
     look, clear, any_thread = steps.look, steps.clear, steps.any_thread
+    rows_are = row_functions(tiling.packed)
+    place_of, rows_of, row_of = rows_are.place_of, rows_are.rows_of, rows_are.row_of
+    row_step = int(not tiling.packed)  # keys from what a row sees to what the next one does
     general, options = tiling.general, option_functions(tiling)
     change, hides = options.change, options.hides
-    repair = repairer(tiling, tiling.storage, options.sees)
-    repair_partial = repairer(tiling, "float32", options.sees)
+    repair = repairer(tiling, tiling.storage, hides, options.sees)
+    repair_partial = repairer(tiling, "float32", hides, options.sees)
     barrier = steps.barrier
     finish, store_rows, store_lse = steps.finish, steps.store_rows, steps.store_lse
     store_partial, store_state = steps.store_partial, steps.store_state
 
     def kernel(job):
-        m_block, head, key_head, batch, split = block_place(
-            job.m_blocks, job.heads_q, job.group, job.num_splits
-        )
+        m_block, head, key_head, batch, split = place_of(job)
         m_start = m_block * block_m
         seqlen_q, keys, offset, first_query, first_key, hidden = batch_entry(job, batch)
-        rows = seqlen_q - m_start
+        rows = rows_of(job, seqlen_q) - m_start
         if rows <= 0:
             return
+        more = (min(rows, block_m) - 1) * row_step
         start, stop, full_start, full_stop, row_low, row_high = key_range(
-            job, m_start + offset, min(rows, block_m), keys, split, block_n
+            job, m_start * row_step + offset, more, keys, split, block_n
         )
         # Counts of keys in 32 bits: half the registers through the loop.
         start, n, last_key = near(start), near(stop - block_n), near(keys)
@@ -71,10 +72,11 @@ def forward_kernel(tiling: Tiling) -> Source:
         acc, row_max, row_sum = no_output(), no_maximum(), no_sum()
         lost = False  # whether a value that some row does not see was not finite
         if n >= start:
-            q_row, k_row, v_row = ITEM * job.q_row, ITEM * job.k_row, ITEM * job.v_row
+            q_row = ITEM * row_of(job.q_row, job.q_head)
+            k_row, v_row = ITEM * job.k_row, ITEM * job.v_row
             q_col, k_col, v_col = ITEM * job.q_col, ITEM * job.k_col, ITEM * job.v_col
             q = batch_offset(job.q_table, job.q_batch, batch) + head * job.q_head
-            q = job.q + ITEM * (q + (first_query + m_start) * job.q_row)
+            q = job.q + ITEM * (q + first_query * job.q_row) + m_start * q_row
             k = batch_offset(job.k_table, job.k_batch, batch) + key_head * job.k_head
             k = job.k + ITEM * (k + (first_key + n) * job.k_row) + k_offset(k_row, k_col)
             v = batch_offset(job.v_table, job.v_batch, batch) + key_head * job.v_head
@@ -121,12 +123,10 @@ def forward_kernel(tiling: Tiling) -> Source:
                 now ^= ONE
                 n = minus(n, block_n)
 
-        m_block, head, key_head, batch, split = block_place(
-            job.m_blocks, job.heads_q, job.group, job.num_splits
-        )
+        m_block, head, key_head, batch, split = place_of(job)
         m_start = m_block * block_m
         seqlen_q, keys, offset, first_query, first_key, hidden = batch_entry(job, batch)
-        rows = seqlen_q - m_start
+        rows = rows_of(job, seqlen_q) - m_start
         if job.num_splits > 1:
             row = (batch * job.heads_q + head) * job.seqlen_q + m_start
             place = row * job.num_splits + split
@@ -140,19 +140,20 @@ def forward_kernel(tiling: Tiling) -> Source:
                 step = job.num_splits * job.head_dim_v
                 repair_partial(job, m_block, head, key_head, batch, split, partial, step, 1)
             return
-        sink = float_at(job.sinks, head) if job.sinks != 0 else NOTHING
-        factor, lse = finish(row_max, row_sum, scale, sink)
+        sinks = job.sinks + 4 * (head + m_start * (1 - row_step)) if job.sinks != 0 else 0
+        factor, lse = finish(row_max, row_sum, scale, sinks, rows)
         out = batch_offset(job.out_table, job.out_batch, batch) + head * job.out_head
-        out = job.out + ITEM * (out + (first_query + m_start) * job.out_row)
-        out_row, out_col = ITEM * job.out_row, ITEM * job.out_col
-        store_rows(acc, factor, base, out, out_row, job.head_dim_v, out_col, rows)
+        out_row = row_of(job.out_row, job.out_head)
+        out = job.out + ITEM * (out + first_query * job.out_row + m_start * out_row)
+        out_col = ITEM * job.out_col
+        store_rows(acc, factor, base, out, ITEM * out_row, job.head_dim_v, out_col, rows)
         if job.lse != 0:
             place = batch_offset(job.lse_table, job.lse_batch, batch) + head * job.lse_head
-            place += (first_query + m_start) * job.lse_row
-            store_lse(lse, job.lse + 4 * place, 4 * job.lse_row, rows)
+            lse_row = row_of(job.lse_row, job.lse_head)
+            place += first_query * job.lse_row + m_start * lse_row
+            store_lse(lse, job.lse + 4 * place, 4 * lse_row, rows)
         if lost:
             barrier()
-            step = job.out_row
-            repair(job, m_block, head, key_head, batch, split, out, step, job.out_col)
+            repair(job, m_block, head, key_head, batch, split, out, out_row, job.out_col)
 
     return Source(kernel, tiling.threads)

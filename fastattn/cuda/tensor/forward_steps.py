@@ -196,7 +196,7 @@ def softmax_steps(tiling: Tiling) -> dict:
         row = e.add(e.mul(e.warp(), tiling.warp_m), e.shr(lane, 2))
         column = e.shl(e.both(lane, 3), 1)
         for r in range(scores.thread_rows):
-            here = e.add(row, scores.row_of(r))
+            here = e.i32(0) if tiling.packed else e.add(row, scores.row_of(r))
             begin = e.sub(e.add(low, here), column)
             end = e.sub(e.smaller(e.add(high, here), keys), column)
             for i, n in scores.of_row(r):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from ..words import device
 from .mma import I32
 from .operation import i32, i64, operation, types
@@ -79,15 +81,15 @@ def batch_entry(job, batch):
 
 
 @device(types.UniTuple(i64, 6))
-def key_range(job, top, rows, keys, split, block_n):
+def key_range(job, top, more, keys, split, block_n):
     """(start, stop, full_start, full_stop, row_low, row_high) of a thread block.
 
-    Its rows stand at positions top, top + 1, ...; all count from the first key.
+    Its rows stand at positions top to top + more; all count from the first key.
     start, stop            multiples of block_n around the keys that any row sees
     full_start, full_stop  blocks that begin in here are seen by all rows: no mask
-    row_low, row_high      what the window lets the first row see, and one key more each next one
+    row_low, row_high      what the window lets the first row see
     """
-    bottom = top + rows - 1
+    bottom = top + more
     row_low, row_high = top - job.left, top + job.right + 1
     low, high = max(row_low, 0), min(bottom + job.right + 1, keys)
     if job.num_splits > 1:
@@ -95,3 +97,32 @@ def key_range(job, top, rows, keys, split, block_n):
     start, stop = low & -block_n, (high + block_n - 1) & -block_n
     full_start, full_stop = max(bottom - job.left, 0), min(row_high, keys) - block_n + 1
     return start, stop, full_start, full_stop, row_low, row_high
+
+
+def row_functions(packed: bool) -> SimpleNamespace:
+    """What a kernel's rows are: queries of one head, or where packed, the heads that share a key
+    head, of one query. Device functions, by name.
+
+    place_of(job)       (m_block, head, key_head, batch, split): head is that of the first row
+    rows_of(job, seqlen_q)
+    row_of(row, head)   the stride from row to row, of those of queries and heads
+    """
+
+    @device(types.UniTuple(i64, 5))
+    def place_of(job):
+        if packed:
+            m_block, key_head, _, batch, split = block_place(
+                job.m_blocks, job.heads_kv, 1, job.num_splits
+            )
+            return m_block, key_head * job.group, key_head, batch, split
+        return block_place(job.m_blocks, job.heads_q, job.group, job.num_splits)
+
+    @device(i64)
+    def rows_of(job, seqlen_q):
+        return min(seqlen_q, 1) * job.group if packed else seqlen_q
+
+    @device(i64)
+    def row_of(row, head):
+        return head if packed else row
+
+    return SimpleNamespace(place_of=place_of, rows_of=rows_of, row_of=row_of)

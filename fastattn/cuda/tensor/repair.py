@@ -13,28 +13,30 @@ from .placement import batch_entry, batch_offset, key_range
 from .tilings import Tiling
 
 
-def repairer(tiling: Tiling, kind: str, sees: Callable) -> Callable:
+def repairer(tiling: Tiling, kind: str, hides: Callable, sees: Callable) -> Callable:
     """Device function (job, m_block, head, key_head, batch, split, out, out_row, out_col): add to
     the block's rows, of which `out` is the first and `kind` the type, what is not finite.
 
-    sees  options.option_functions()
+    hides, sees  options.option_functions()
     """
     block_m, block_n, threads = tiling.block_m, tiling.block_n, tiling.threads
     value_at, out_at, put = load(tiling.storage), load(kind), store(kind)
-    infinity = math.inf
+    infinity, row_step, packed = math.inf, int(not tiling.packed), tiling.packed
 
     @device(void)
     def repair(job, m_block, head, key_head, batch, split, out, out_row, out_col):
         m_start = m_block * block_m
         seqlen_q, keys, offset, _, first_key, hidden = batch_entry(job, batch)
-        rows = min(seqlen_q - m_start, block_m)
+        rows = min((job.group if packed else seqlen_q) - m_start, block_m)
         start, stop, full_start, full_stop, row_low, row_high = key_range(
-            job, m_start + offset, rows, keys, split, block_n
+            job, m_start * row_step + offset, (rows - 1) * row_step, keys, split, block_n
         )
         values = batch_offset(job.v_table, job.v_batch, batch) + key_head * job.v_head
         values += first_key * job.v_row
+        hidden_anywhere = hides(job)
         for row in range(rows):
-            low, high = max(row_low + row, start), min(row_high + row, min(keys, stop))
+            low, high = max(row_low, start), min(row_high, min(keys, stop))
+            row_low, row_high = row_low + row_step, row_high + row_step
             column = cuda.threadIdx.x
             while column < job.head_dim_v:
                 lost, key = 0.0, low
@@ -42,7 +44,7 @@ def repairer(tiling: Tiling, kind: str, sees: Callable) -> Callable:
                     n = key & -block_n
                     value = value_at(job.v, values + key * job.v_row + column * job.v_col)
                     finite = abs(value) < infinity
-                    made_0 = not finite and (n < full_start or n >= full_stop)
+                    made_0 = not finite and (hidden_anywhere or n < full_start or n >= full_stop)
                     if made_0 and sees(job, batch, head, m_start + row, key, offset, hidden):
                         lost += value
                     key += 1

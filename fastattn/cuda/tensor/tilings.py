@@ -29,6 +29,8 @@ class Tiling:
     # Scores are more than scaled products, or a key may be hidden inside a window: mask, bias,
     # softcap, ALiBi, chunk, modifiers.
     general: bool = False
+    # One query: the rows are the heads that share a key head, which are read once for all of them.
+    packed: bool = False
     score_mod: Modifier | None = None
     mask_mod: Modifier | None = None
 
@@ -45,6 +47,16 @@ class Tiling:
     def q_columns(self) -> int:
         """Columns of the shared memory of q, in which out is put together."""
         return max(self.head_dim, self.head_dim_v)
+
+    def m_blocks(self, problem: Problem) -> int:
+        """Thread blocks for the rows of one head, or of one key head."""
+        rows = problem.group if self.packed else problem.seqlen_q
+        return -(-rows // self.block_m)
+
+    def grid(self, problem: Problem) -> int:
+        """All thread blocks, for one part of the keys."""
+        heads = problem.heads_kv if self.packed else problem.heads_q
+        return self.m_blocks(problem) * heads * problem.batch
 
     @property
     def shared_bytes(self) -> int:
@@ -66,6 +78,13 @@ SHAPES = {
     192: ((8, 128, 64), (4, 64, 64), (4, 64, 32)),
     256: ((8, 128, 64), (4, 64, 64), (4, 64, 32)),
 }
+# For one query: a thread block is one warp, so that its rows are no more than the tensor cores'
+# least, and a multiprocessor has three of them, whose copies are on their way together.
+PACKED = (1, 16, 64)
+# Keys of a part, for one query: parts are merged afterwards. Always the same number: what else is
+# in a batch must not change a result. A row of float32 for each head of a group is then written for
+# 256 keys and values read: 3 % more for a group of 8.
+SPLIT_N = 256
 FEW_ROWS = 64  # at most so many queries: a block of more would be empty for the most part
 
 
@@ -89,21 +108,26 @@ def forward_tiling(
         next(width for width in HEAD_DIMS if width >= size)
         for size in (problem.head_dim, problem.head_dim_v)
     )
-    few = general or problem.seqlen_q <= FEW_ROWS
-    for warps, block_m, block_n in SHAPES[max(head_dim, head_dim_v)]:
+    packed = problem.seqlen_q == 1 and not general
+    for shape in _shapes(max(head_dim, head_dim_v), general or problem.seqlen_q <= FEW_ROWS):
         tiling = Tiling(
-            storage=variant.storage,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            warps=4 if few else warps,
-            block_m=64 if few else block_m,
-            block_n=block_n,
+            variant.storage,
+            head_dim,
+            head_dim_v,
+            *(PACKED if packed else shape),
             padded=(head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v),
             strided=strided,
             general=general,
+            packed=packed,
             score_mod=variant.score_mod,
             mask_mod=variant.mask_mod,
         )
         if tiling.shared_bytes <= shared_limit:
             return tiling
     return None
+
+
+def _shapes(head_dim: int, few: bool) -> list[tuple[int, int, int]]:
+    """(warps, block_m, block_n) to try; few: 16 rows for each of four warps."""
+    shapes = SHAPES[head_dim]
+    return [(4, 64, block_n) for _, _, block_n in shapes] if few else list(shapes)
