@@ -18,7 +18,7 @@ from typing import Any
 
 from ..cpu import cache
 from .driver import Code
-from .job import FIELDS, FLOATS, Job
+from .job import FLOATS, Job
 
 INSTALL = "pip install 'fastattn[cuda]'"
 # Compute capability: the oldest version of PTX that knows it. NVVM stamps its own, newer one, which
@@ -41,11 +41,12 @@ PTX_VERSIONS = {
 class Source:
     """A kernel as Numba gets it."""
 
-    function: Callable[..., None]  # of one parameter, a job.Job
+    function: Callable[..., None]  # of one parameter
     threads: int  # of a block
     min_blocks: int = 0  # blocks that a multiprocessor should hold, which limits registers; 0 = any
     ptx_version: str = "6.3"  # the oldest that knows the instructions of its own
     suffix: str = ""  # "a": instructions of one compute capability alone
+    job: Any = Job  # the type of its parameter
 
 
 _known: dict[Hashable, Code] = {}
@@ -112,11 +113,11 @@ def translate(source: Source, target: tuple[int, int]) -> Code:
         raise ImportError(problem)
     from numba import cuda, types
 
-    fields = [types.float64 if name in FLOATS else types.int64 for name in FIELDS]
+    fields = [types.float64 if name in FLOATS else types.int64 for name in source.job._fields]
     bounds = (source.threads, source.min_blocks) if source.min_blocks else source.threads
     ptx, _ = cuda.compile(
         source.function,
-        types.void(types.NamedTuple(fields, Job)),
+        types.void(types.NamedTuple(fields, source.job)),
         cc=(*target, source.suffix) if source.suffix else target,
         device=False,
         abi="numba",

@@ -9,6 +9,7 @@ from .end_steps import end_steps
 from .lost_steps import lost_steps
 from .mma import F32, I32
 from .operation import boolean, floats, i32, i64, operation, types, u32, void, words
+from .products import add_weighted_rows, rows_by_rows
 from .shapes import Shapes
 from .tiles import Copy, SharedTile, Source
 from .tilings import Tiling
@@ -120,7 +121,6 @@ def product_steps(tiling: Tiling) -> dict:
     """q · k and p · v."""
     shapes = Shapes.of(tiling)
     scores, output = shapes.scores, shapes.output
-    m_tiles = tiling.warp_m // 16
 
     @operation(tiling.storage, u32, u32)
     def q_lane(e, base):
@@ -137,32 +137,14 @@ def product_steps(tiling: Tiling) -> dict:
     @operation(tiling.storage, floats(scores.size), u32, u32)
     def products(e, q, k):
         """q · k of the warp's rows and the block's keys."""
-        s = [e.f32(0)] * scores.size
-        for column in range(0, tiling.head_dim, 16):
-            a = [shapes.q.matrices(e, q, 16 * m, column) for m in range(m_tiles)]
-            for n in range(0, tiling.block_n, 16):
-                b = shapes.k.matrices(e, k, n, column)
-                for half in (0, 1):
-                    for m in range(m_tiles):
-                        i = scores.place(m, n // 8 + half)
-                        s[i : i + 4] = e.mma(a[m], b[2 * half : 2 * half + 2], s[i : i + 4])
-        return s
+        return rows_by_rows(e, shapes.q, q, shapes.k, k, scores)
 
     @operation(
         tiling.storage, floats(output.size), floats(output.size), words(scores.size // 2), u32
     )
     def add_values(e, acc, p, v):
         """acc + p · v."""
-        acc = list(acc)
-        for n in range(0, tiling.block_n, 16):
-            a = [scores.a_operand(p, m, n // 16) for m in range(m_tiles)]
-            for column in range(0, tiling.head_dim_v, 16):
-                b = shapes.v.matrices(e, v, n, column, transposed=True)
-                for half in (0, 1):
-                    for m in range(m_tiles):
-                        i = output.place(m, column // 8 + half)
-                        acc[i : i + 4] = e.mma(a[m], b[2 * half : 2 * half + 2], acc[i : i + 4])
-        return acc
+        return add_weighted_rows(e, acc, p, scores, shapes.v, v, output)
 
     return {
         "q_lane": q_lane,

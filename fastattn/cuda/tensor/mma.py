@@ -92,6 +92,12 @@ class Emitter:
     def larger(self, x, y):
         return self.b.select(self.less(x, y), self._like(x, y), self._like(y, x))
 
+    def chunk_start(self, place, chunk):
+        """The multiple of chunk at or below a place, which may be negative."""
+        inside = self.b.srem(place, chunk)
+        before = self.less(inside, self.i32(0))
+        return self.sub(place, self.b.select(before, self.add(inside, chunk), inside))
+
     def _like(self, x, y):
         return ir.Constant(x.type, y) if isinstance(y, int) and not isinstance(x, int) else y
 

@@ -11,7 +11,7 @@ from .. import words
 from ..modifiers import device_function
 from ..words import device, load
 from .operation import boolean, floats
-from .placement import batch_offset, float_at, near
+from .placement import batch_offset, float_at, near, same_chunk
 from .score_steps import score_steps
 from .shapes import Shapes
 from .tilings import Tiling
@@ -136,10 +136,8 @@ def _sees(tiling: Tiling):
                 return False
             if job.bias_kind == 4 and bias_b16(job.bias, at) == hidden_bias:
                 return False
-        if job.chunk != 0:
-            behind = j - (i + offset - (i + offset) % job.chunk)
-            if behind < 0 or behind >= job.chunk:
-                return False
+        if job.chunk != 0 and not same_chunk(i + offset, j, job.chunk):
+            return False
         if modified:
             return mask_mod(batch, head, i, hidden + j + job.first_key, job.mask_aux)
         return True

@@ -30,6 +30,15 @@ def block_place(e, m_blocks, heads, group, splits):
     return [e.i64(x) for x in (m_block, head, e.b.udiv(head, group), number, split)]
 
 
+@operation(ANY, types.boolean, i64, i64, i64)
+def same_chunk(e, position, key, chunk):
+    """Whether position // chunk is key // chunk, rounded down; in 32 bits, as block_place()."""
+    position, key, chunk = (
+        e.b.trunc(e.larger(e.smaller(x, FAR), -FAR), I32) for x in (position, key, chunk)
+    )
+    return e.b.icmp_unsigned("<", e.sub(key, e.chunk_start(position, chunk)), chunk)
+
+
 @operation(ANY, i32, i64)
 def near(e, x):
     """As 32 bits; what is further than any key of interest stays far."""

@@ -55,7 +55,7 @@ def score_steps(tiling: Tiling) -> SimpleNamespace:
     def capped(e, s, cap):
         """cap * tanh(x / cap) of natural scores: 1e-7 off, where tanh.approx would be 5e-4."""
         cap = e.fmin(e.b.fptrunc(cap, F32), e.f32(LARGEST))
-        inverse = e.b.fdiv(e.f32(1), cap)
+        inverse = e.inverse(cap)  # a division proper is a function of the compiler's
         return [e.b.fmul(cap, _tanh(e, e.b.fmul(x, inverse))) for x in s]
 
     @operation(storage, fragment, fragment)
@@ -103,10 +103,7 @@ def score_steps(tiling: Tiling) -> SimpleNamespace:
         last = None
         for i, row, key, x in each(e, s, n):
             if last is None or last[0] is not row:
-                place = e.add(position, row)
-                inside = e.b.srem(place, chunk)
-                inside = e.b.select(e.less(inside, e.i32(0)), e.add(inside, chunk), inside)
-                last = row, e.sub(place, inside)
+                last = row, e.chunk_start(e.add(position, row), chunk)
             behind = e.sub(key, last[1])  # as an unsigned number: far, where it is before
             s[i] = e.b.select(e.b.icmp_unsigned("<", behind, chunk), x, e.f32(-math.inf))
         return s

@@ -85,6 +85,9 @@ PACKED = (1, 16, 64)
 # in a batch must not change a result. A row of float32 for each head of a group is then written for
 # 256 keys and values read: 3 % more for a group of 8.
 SPLIT_N = 256
+# Shapes of 128 rows are for devices that have so many bytes of shared memory: those that have fewer
+# (8.6, 8.9, 12.0) had one such block at a time, and for sm_120 ptxas spills.
+LARGE = 128 << 10
 FEW_ROWS = 64  # at most so many queries: a block of more would be empty for the most part
 
 
@@ -108,14 +111,16 @@ def forward_tiling(
         next(width for width in HEAD_DIMS if width >= size)
         for size in (problem.head_dim, problem.head_dim_v)
     )
+    padded = (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v)
     packed = problem.seqlen_q == 1 and not general
-    for shape in _shapes(max(head_dim, head_dim_v), general or problem.seqlen_q <= FEW_ROWS):
+    small = general or padded or strided or shared_limit < LARGE or problem.seqlen_q <= FEW_ROWS
+    for shape in _shapes(max(head_dim, head_dim_v), small):
         tiling = Tiling(
             variant.storage,
             head_dim,
             head_dim_v,
             *(PACKED if packed else shape),
-            padded=(head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v),
+            padded=padded,
             strided=strided,
             general=general,
             packed=packed,
@@ -127,7 +132,7 @@ def forward_tiling(
     return None
 
 
-def _shapes(head_dim: int, few: bool) -> list[tuple[int, int, int]]:
-    """(warps, block_m, block_n) to try; few: 16 rows for each of four warps."""
+def _shapes(head_dim: int, small: bool) -> list[tuple[int, int, int]]:
+    """(warps, block_m, block_n) to try; small: 16 rows for each of four warps."""
     shapes = SHAPES[head_dim]
-    return [(4, 64, block_n) for _, _, block_n in shapes] if few else list(shapes)
+    return [(4, 64, block_n) for _, _, block_n in shapes] if small else list(shapes)

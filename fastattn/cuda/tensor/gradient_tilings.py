@@ -1,0 +1,47 @@
+"""Which kernels compute gradients on the tensor cores, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...problem import Problem
+from .tilings import HEAD_DIMS, ITEM
+
+BLOCK = 64  # queries and keys of a block; 32 of those that stream through where head_dim is large
+
+
+@dataclass(frozen=True, slots=True)
+class GradientTiling:
+    """What the kernels of gradients are specialised for."""
+
+    storage: str  # "float16" or "bfloat16"
+    head_dim: int  # of HEAD_DIMS, for head_dim and head_dim_v
+    block_m: int = BLOCK  # rows that a thread block keeps: queries for dq, keys for dk and dv
+    block_n: int = BLOCK  # rows of a step
+    warps: int = 4
+    padded: bool = False
+    strided: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        row = -(-self.head_dim * ITEM // 128) * 128
+        return row * (2 * self.block_m + 4 * self.block_n)
+
+
+def gradient_tiling(problem: Problem, *, strided: bool, shared_limit: int) -> GradientTiling | None:
+    """The kernels for the gradients of a problem without options, or None.
+
+    strided       a row of q, k, v or dout is not whole chunks of 16 aligned bytes
+    shared_limit  bytes of shared memory that a thread block may have
+    """
+    largest = max(problem.head_dim, problem.head_dim_v)
+    if problem.variant.storage not in ("float16", "bfloat16") or largest > 128:
+        return None
+    head_dim = next(width for width in HEAD_DIMS if width >= largest)
+    padded = min(problem.head_dim, problem.head_dim_v) < head_dim
+    tiling = GradientTiling(problem.variant.storage, head_dim, padded=padded, strided=strided)
+    return tiling if tiling.shared_bytes <= shared_limit else None
