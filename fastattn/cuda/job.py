@@ -79,7 +79,6 @@ UNLIMITED = 1 << 40  # a window side of None: past any key
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
 Job = namedtuple("Job", FIELDS, defaults=(0,) * len(FIELDS))  # type: ignore[misc]
 PLACE = {name: number for number, name in enumerate(FIELDS)}
-GradientJob = namedtuple(  # type: ignore[misc]
-    "GradientJob", GRADIENT_FIELDS, defaults=(0,) * len(GRADIENT_FIELDS)
-)
+_ZEROS = (0,) * len(GRADIENT_FIELDS)
+GradientJob = namedtuple("GradientJob", GRADIENT_FIELDS, defaults=_ZEROS)  # type: ignore[misc]
 PACKER = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in FIELDS))
