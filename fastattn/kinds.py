@@ -38,7 +38,7 @@ def numpy_view(name: str, x: Any) -> np.ndarray:
         return np.asarray(x)
     except ValueError as error:  # lists of unequal length
         raise ValueError(f"{name} must be an array, got {type(x).__name__}: {error}") from None
-    except (TypeError, BufferError, RuntimeError) as error:
+    except (TypeError, BufferError, OverflowError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]  # a tracer of JAX explains itself at length
         rule = f"{name} must be an array in the memory of the CPU"
         raise TypeError(f"{rule}, got {type(x).__name__}: {reason}") from None

@@ -97,6 +97,38 @@ def test_a_plan_that_never_fits_raises(backend, monkeypatch):
         fastattn.attention(one, one, one, return_lse=True, backend=backend)
 
 
+# --- no leak --------------------------------------------------------------------------------------
+
+MANY_CALLS = """
+import json
+from pathlib import Path
+from fastattn.verifying.draw import draw
+from fastattn.verifying.trial import inputs_of, results
+
+def resident_pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+# The same problems over and over: what is kept of a call is kept once.
+trials = [draw(9, number) for number in range(250)]
+inputs = [inputs_of(trial) for trial in trials]
+pages = []
+for _ in range(10):
+    for _ in range(2):
+        for trial, x in zip(trials, inputs):
+            results(trial, x, "{backend}")
+    pages.append(resident_pages())
+print(json.dumps(pages))
+"""
+
+
+@linux
+@pytest.mark.slow
+def test_ten_thousand_calls_leave_nothing(backend):
+    """Each result is two calls or more: 10 000 in ten parts, of which the first ones settle."""
+    pages = fresh(MANY_CALLS.format(backend=backend), cache_folder())
+    assert max(pages[5:]) <= 1.02 * max(pages[2:5]), pages
+
+
 # --- more than 2**31 elements -------------------------------------------------------------------
 
 MANY = 1 << 31

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
         numbers = range(options.first, options.first + (options.calls or ENDLESS))
         outcome = campaign(seed, numbers, names, is_over)
     if options.json:
-        options.json.write_text(json.dumps(report(outcome), indent=1, default=str) + "\n")
+        options.json.write_text(json.dumps(report(outcome), indent=1) + "\n")
     print("\n".join(lines(outcome)))
     if outcome.failures:
         raise WrongAnswer(f"{len(outcome.failures)} failures in {outcome.problems} problems")
@@ -137,5 +137,6 @@ def report(outcome: Outcome) -> dict[str, Any]:
         entry["command"] = command(outcome.seed, failure)
     resident = content.pop("resident_bytes")
     # A process takes its time to reach its size: the first reports say nothing of a leak.
-    content["resident_bytes"] = [max(part, default=0) for part in np.array_split(resident, 10)]
+    tenths = np.array_split(np.array(resident, np.int64), 10)
+    content["resident_bytes"] = [int(part.max(initial=0)) for part in tenths]
     return content

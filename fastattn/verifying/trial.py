@@ -182,31 +182,33 @@ def error_ratio(trial: Trial, x: Inputs, found: Results) -> float:
     """The largest error over what is allowed: right up to 1. Raises WrongAnswer where NaNs or
     infinities stand in the wrong places.
     """
-    floor = _floor(trial, x)
     for orders in (1, ORDERS):
         if orders not in x.truth:
             x.truth[orders] = judged(trial, x, orders)
         ratio = 0.0
         for name, ours in found.items():
             exact, formula = x.truth[orders][name]
-            error, allowed = oracle.errors(ours, exact, formula, floor)
+            error, allowed = oracle.errors(ours, exact, formula, _floor(trial, x, name))
             ratio = max(ratio, float((error / allowed).max(initial=0.0)))
         if ratio <= 1:
             break
     return ratio
 
 
-def _floor(trial: Trial, x: Inputs) -> float:
+def _floor(trial: Trial, x: Inputs, name: str) -> float:
     """Roundings to allow where the formula's own error is a poor estimate of them."""
     case, floor = trial.case, float(trial.case.floor())
     if trial.kind not in BACKWARD:
         return floor
     q, k, v, dout = (np.abs(a.astype(float)) for a in (*x.arrays, x.dout))
     # ds = p * (dp - delta), where one key has all the weight, is the difference of two like
-    # products, as large as the norms of dout and v. Then come scale and k, or q.
+    # products, as large as the norms of dout and v. Then come scale and k, or q, or the distance.
     ds = np.sqrt((dout**2).sum(-1).max() * (v**2).sum(-1).max())
     scale = case.head_dim**-0.5 if case.scale is None else abs(case.scale)
     if case.dtype in ("float16", "bfloat16"):
         # out was rounded to the type of dout, and delta is a product of the two.
         floor, ds = (x * oracle.EPS[case.dtype] / oracle.EPS["float32"] for x in (2, ds / 8))
-    return floor + 2 * ds * max(1.0, scale * max(q.max(), k.max()))
+    factor = scale * max(q.max(), k.max())
+    if name == "dalibi":
+        factor = 2.0 * (case.seqlen_q + case.seqlen_k)
+    return floor + 2 * ds * max(1.0, factor)
