@@ -57,6 +57,31 @@ def seconds_to_stop(call):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_signal_handler_may_call(num_threads, backend):
+    """In the midst of another call on the same thread, whose scratch it must leave alone."""
+    q = np.random.default_rng(0).standard_normal((1, 4, 3000, 64)).astype(np.float32)
+    small, told = q[:, :, :200], []
+    with fastattn.num_threads(num_threads):
+        expected = fastattn.attention(q, q, q, backend=backend)
+        exact = fastattn.attention(small, small, small, backend=backend)
+
+        def handle(signum, frame):
+            told.append(fastattn.attention(small, small, small, backend=backend))
+
+        before = signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+        try:
+            while len(told) < 10:
+                out = fastattn.attention(q, q, q, backend=backend)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    np.testing.assert_array_equal(out, expected)
+    for found in told:
+        np.testing.assert_array_equal(found, exact)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("function", [forward, packed, masked, backward])
 def test_a_long_call_ends_soon(function, num_threads, backend):
     q = np.random.default_rng(0).standard_normal((1, 8, 12288, 64)).astype(np.float32)

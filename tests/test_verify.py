@@ -6,11 +6,13 @@ import json
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fastattn import commands, reference
+from fastattn.commands import verify
 from fastattn.verifying import campaign, peer
 from fastattn.verifying.case import Case
 from fastattn.verifying.draw import draw
@@ -136,6 +138,25 @@ def test_command_and_report(capsys, tmp_path):
     assert 0 < report["tallies"]["numpy"]["worst_ratio"] <= 1
     assert report["failures"] == []
     assert report["setting"]["versions"]["numpy"] == np.__version__
+
+
+def test_without_bfloat16_its_problems_are_left_out(monkeypatch, capsys):
+    sent, dtypes = [], []
+    monkeypatch.setattr(campaign, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(verify, "has_bfloat16", lambda: False)
+
+    def solve(trial, x, name):
+        dtypes.append({trial.case.dtype, trial.case.bias_dtype})
+        return 0.5
+
+    monkeypatch.setattr(campaign, "solve", solve)
+    connection, current = SimpleNamespace(send=sent.append), SimpleNamespace(value=0)
+    campaign._work(connection, current, 3, range(100), ("numpy",))
+    assert sum(message["problems"] for message in sent) == 100
+    assert 50 < len(dtypes) < 90
+    assert not any("bfloat16" in pair for pair in dtypes)
+    assert run("--calls", 1, "--backend", "numpy") == 0
+    assert "bfloat16 are left out" in capsys.readouterr().out
 
 
 def test_a_crash_is_a_failure_and_the_next_problems_are_solved(monkeypatch):

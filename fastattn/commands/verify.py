@@ -17,6 +17,7 @@ from ..check import BACKENDS
 from ..cpu.threads import get_num_threads
 from ..verifying import peer
 from ..verifying.campaign import Failure, Outcome, campaign
+from ..verifying.case import has_bfloat16
 from ..verifying.oracle import WrongAnswer
 from .terminal import checked, count, meter
 
@@ -72,6 +73,8 @@ def run(options: argparse.Namespace) -> None:
     """
     names = implementations(options.backend)
     seed = random.getrandbits(32) if options.seed is None else options.seed
+    if not has_bfloat16():
+        print("problems with bfloat16 are left out: ml_dtypes is not installed")
     print(f"seed {seed}, from number {options.first}: {', '.join(names)}")
     with meter() as show:
 

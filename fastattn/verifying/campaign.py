@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from . import peer
+from .case import has_bfloat16
 from .draw import draw
 from .oracle import WrongAnswer
 from .shrink import shrink
@@ -140,23 +141,31 @@ def _work(
     send: Connection, current: Any, seed: int, numbers: range, implementations: tuple[str, ...]
 ) -> None:
     """In the process: solve problems, and tell now and then."""
-    message, last = _nothing(), time.monotonic()
+    message, last, any_dtype = _nothing(), time.monotonic(), has_bfloat16()
     for number in numbers:
         current.value = number
         trial = draw(seed, number)
-        x = inputs_of(trial)
-        for name in implementations:
-            try:
-                ratio = solve(trial, x, name)
-            except Exception as error:
-                message["failures"].append(_failure(number, name, error, trial))
-            else:
-                message["ratios"] += [] if ratio is None else [(number, name, ratio)]
+        if any_dtype or "bfloat16" not in (trial.case.dtype, trial.case.bias_dtype):
+            _enter_answers(message, number, trial, implementations)
         message["problems"] += 1
         is_time = time.monotonic() - last > REPORT_EVERY
         if is_time or message["failures"] or number == numbers[-1]:
             send.send(message | {"resident_bytes": _resident_bytes()})
             message, last = _nothing(), time.monotonic()
+
+
+def _enter_answers(
+    message: dict[str, Any], number: int, trial: Trial, implementations: tuple[str, ...]
+) -> None:
+    """Let each solve the problem."""
+    x = inputs_of(trial)
+    for name in implementations:
+        try:
+            ratio = solve(trial, x, name)
+        except Exception as error:
+            message["failures"].append(_failure(number, name, error, trial))
+        else:
+            message["ratios"] += [] if ratio is None else [(number, name, ratio)]
 
 
 def _nothing() -> dict[str, Any]:

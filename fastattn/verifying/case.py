@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,11 @@ def dtype_of(name: str) -> np.dtype:
     except ImportError as error:
         raise ImportError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from error
     return np.dtype(ml_dtypes.bfloat16)
+
+
+def has_bfloat16() -> bool:
+    """Whether there are arrays of bfloat16 here."""
+    return importlib.util.find_spec("ml_dtypes") is not None
 
 
 def laid_out(a: np.ndarray, layout: str) -> np.ndarray:
