@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kernels import machines, numpy_dtype
+from modifier_kernel import traced
 from test_modifier_words import _check_elementary
 from test_simd import EXP2_ERROR, evaluate
 from test_storage import assert_same, converted
 
 from fastattn import mods
-from fastattn.trace import traced
 
 pytest.importorskip("numba")
 pytestmark = [
