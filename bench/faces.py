@@ -163,6 +163,53 @@ def _layer(shape: tuple[int, ...], mask: np.ndarray | None) -> Pair:
     return face, alone
 
 
+def flash_func(shape: tuple[int, ...]) -> Pair:
+    from fastattn.flash_attn import flash_attn_func
+
+    q, k, v = inputs(shape)
+    return lambda: flash_attn_func(q, k, v, causal=True), core([q, k, v])
+
+
+def flash_tensors(shape: tuple[int, ...]) -> Pair:
+    """The core alone is given tensors, too."""
+    import torch
+
+    from fastattn.flash_attn import flash_attn_func
+
+    q, k, v = (torch.from_numpy(a) for a in inputs(shape))
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+    return (
+        lambda: flash_attn_func(q, k, v, causal=True),
+        lambda: fastattn.attention(*heads_first, causal=True).transpose(1, 2),
+    )
+
+
+def flash_varlen(shape: tuple[int, ...]) -> Pair:
+    from fastattn.flash_attn import flash_attn_varlen_func
+
+    arrays = [a.reshape(-1, *shape[2:]) for a in inputs(shape)]
+    edges = np.arange(shape[0] + 1, dtype=np.int32) * shape[1]
+    lengths = edges, edges
+    return (
+        lambda: flash_attn_varlen_func(*arrays, *lengths, *shape[1:2] * 2, causal=True),
+        lambda: fastattn.attention_varlen(*arrays, *lengths, causal=True),
+    )
+
+
+def flash_kvcache(shape: tuple[int, ...]) -> Pair:
+    """The core alone is given the table that the face makes."""
+    from fastattn.flash_attn import flash_attn_with_kvcache
+
+    q, k, v = inputs(shape)
+    heads_first = [a.swapaxes(1, 2) for a in (q, k, v)]
+    lengths, rows = np.full(shape[0], shape[1]), np.arange(shape[0])[:, None]
+    places = {"block_table": rows, "kv_len": lengths}
+    return (
+        lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True),
+        lambda: fastattn.attention(*heads_first, **places, causal=True).swapaxes(1, 2),
+    )
+
+
 FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
     "jax": jax_eager,
     "jax, jit": jax_jit,
@@ -174,6 +221,10 @@ FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
     "onnx attention, past": onnx_past,
     "onnx rotary": onnx_rotary,
     "onnx norm": onnx_norm,
+    "flash_attn": flash_func,
+    "flash_attn, tensors": flash_tensors,
+    "flash_attn, varlen": flash_varlen,
+    "flash_attn, kvcache": flash_kvcache,
 }
 
 

@@ -29,7 +29,6 @@ class Cache(NamedTuple):
     k: np.ndarray  # (num_pages, page_size, heads_kv, head_dim)
     v: np.ndarray  # (num_pages, page_size, heads_kv, head_dim_v)
     table: np.ndarray  # (batch, max_pages) ints
-    lengths: np.ndarray  # (batch,) int64: rows before the new ones
 
     @property
     def capacity(self) -> int:
@@ -98,19 +97,21 @@ def flash_attn_with_kvcache(
     rows = dense("q", q)
     has_new = _has_new(k, v, cache_seqlens)
     new = [dense(name, a).swapaxes(1, 2) for name, a in (("k", k), ("v", v))] if has_new else []
-    cache = _cache_of(k_cache, v_cache, len(rows), cache_seqlens, cache_batch_idx, block_table)
+    cache = _cache_of(k_cache, v_cache, len(rows), cache_batch_idx, block_table)
+    lengths = kv_len = cache_seqlens
     window = window_of(window_size)
     is_local = flag("causal", causal) or window != (None, None)
     if has_new:
         check_batch(q=rows, k=new[0], v=new[1])
-        _check_new(cache, k_cache, v_cache, new)
+        lengths = _lengths(cache_seqlens, len(rows), cache.capacity)
+        kv_len = lengths + new[0].shape[1]
+        _check_new(cache, k_cache, v_cache, lengths, new)
     if has_new and (rotary_cos is not None or rotary_sin is not None):
         angles = _angles(rotary_cos, rotary_sin)
         interleaved = flag("rotary_interleaved", rotary_interleaved)
-        new[0] = _turned("k", new[0], cache.lengths, angles, interleaved, True)
-        q_turned = _turned("q", rows.swapaxes(1, 2), cache.lengths, angles, interleaved, is_local)
+        new[0] = _turned("k", new[0], lengths, angles, interleaved, True)
+        q_turned = _turned("q", rows.swapaxes(1, 2), lengths, angles, interleaved, is_local)
         rows = q_turned.swapaxes(1, 2)
-    kv_len = cache.lengths + (new[0].shape[1] if has_new else 0)
     options: dict[str, Any] = {"scale": softmax_scale, "causal": causal, "window": window}
     options |= {
         "softcap": softcap,
@@ -118,32 +119,33 @@ def flash_attn_with_kvcache(
         "kv_len": kv_len,
         "kv_start": cache_leftpad,
     }
-    out, lse = _attend(rows, cache, new, return_softmax_lse, options)
+    places = _places(cache, lengths, new[0].shape[1]) if has_new else None
+    out, lse = _attend(rows, cache, places, new, return_softmax_lse, options)
     return (like(q, out), with_infinity(like(q, lse))) if return_softmax_lse else like(q, out)
 
 
 def _attend(
     rows: np.ndarray,
     cache: Cache,
+    places: tuple[np.ndarray, np.ndarray] | None,
     new: list[np.ndarray],
     return_lse: bool,
     options: dict[str, Any],
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Check what is left to be checked, write the new keys and values, attend."""
+    """Check what is left to be checked, write the new keys and values to their places, attend."""
     batch, heads, seqlen_q, _ = rows.shape
     out = np.empty((batch, seqlen_q, heads, cache.v.shape[-1]), rows.dtype)
     options |= {"out": out.swapaxes(1, 2), "return_lse": return_lse, "names": CACHE_NAMES}
     k, v = cache.k.swapaxes(1, 2), cache.v.swapaxes(1, 2)
     problem, operands = check(rows, k, v, block_table=cache.table, **options)
-    if new:
-        pages, slots = _places(cache, new[0].shape[1])
-        cache.k[pages, slots], cache.v[pages, slots] = new
+    if places is not None:
+        cache.k[places], cache.v[places] = new
     run(problem, operands, "auto")
     return out, operands.lse
 
 
 def _cache_of(
-    k_cache: Any, v_cache: Any, batch: int, lengths: Any, cache_batch_idx: Any, block_table: Any
+    k_cache: Any, v_cache: Any, batch: int, cache_batch_idx: Any, block_table: Any
 ) -> Cache:
     """Return the cache, one page for each entry if it has no pages."""
     k, v = (dense(*pair).swapaxes(1, 2) for pair in (("k_cache", k_cache), ("v_cache", v_cache)))
@@ -160,11 +162,13 @@ def _cache_of(
         raise ValueError(f"k_cache must have a row for each of {batch} of q, got {len(k)}")
     else:
         table = np.arange(batch)[:, None]
-    cache = Cache(k, v, table, np.zeros(batch, np.int64))
-    if lengths is None:
-        lengths = cache.capacity
-    lengths = per_batch("cache_seqlens", lengths, (batch,), 0, cache.capacity)
-    return cache._replace(lengths=np.broadcast_to(lengths, (batch,)))
+    return Cache(k, v, table)
+
+
+def _lengths(cache_seqlens: Any, batch: int, capacity: int) -> np.ndarray:
+    """Return (batch,) int64."""
+    lengths = per_batch("cache_seqlens", cache_seqlens, (batch,), 0, capacity)
+    return lengths if lengths.ndim else np.full(batch, lengths)
 
 
 def _indices(name: str, value: Any, batch: int, last: int) -> np.ndarray:
@@ -184,7 +188,9 @@ def _has_new(k: Any, v: Any, cache_seqlens: Any) -> bool:
     return True
 
 
-def _check_new(cache: Cache, k_cache: Any, v_cache: Any, new: list[np.ndarray]) -> None:
+def _check_new(
+    cache: Cache, k_cache: Any, v_cache: Any, lengths: np.ndarray, new: list[np.ndarray]
+) -> None:
     """Raise unless new keys and values can be written where they belong."""
     given = ("k", cache.k, k_cache, new[0]), ("v", cache.v, v_cache, new[1])
     for name, rows, owner, a in given:
@@ -201,10 +207,10 @@ def _check_new(cache: Cache, k_cache: Any, v_cache: Any, new: list[np.ndarray]) 
             rule = f"{name}_cache must be writeable, native and aligned"
             raise ValueError(f"{rule}, got {rows.dtype} with strides {rows.strides}")
     room = cache.capacity - new[0].shape[1]
-    if (cache.lengths > room).any():
+    if (lengths > room).any():
         rule = f"cache_seqlens must leave room for {new[0].shape[1]} rows of {cache.capacity}"
-        raise ValueError(f"{rule}, got {cache.lengths.max()}")
-    pages, slots = _places(cache, new[0].shape[1])
+        raise ValueError(f"{rule}, got {lengths.max()}")
+    pages, slots = _places(cache, lengths, new[0].shape[1])
     bad = (pages < 0) | (pages >= len(cache.k))
     if bad.any():
         rule = f"block_table must hold pages from 0 to {len(cache.k) - 1} where there are keys"
@@ -214,9 +220,9 @@ def _check_new(cache: Cache, k_cache: Any, v_cache: Any, new: list[np.ndarray]) 
         raise ValueError("k and v must go to rows of their own, got two for one row of the cache")
 
 
-def _places(cache: Cache, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _places(cache: Cache, lengths: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (pages, slots), (batch, count) each, of the rows that follow those in use."""
-    rows = cache.lengths[:, None] + np.arange(count)
+    rows = lengths[:, None] + np.arange(count)
     pages = np.take_along_axis(cache.table, rows // cache.k.shape[1], axis=1)
     return pages, rows % cache.k.shape[1]
 
