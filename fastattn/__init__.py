@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .api import attention, attention_varlen, dropout_mask, explain, merge
+from .api import attention, attention_varlen, dropout_mask, explain
 from .backward import attention_backward, attention_varlen_backward
 from .cpu.threads import get_num_threads, num_threads, set_num_threads
+from .merging import merge
 from .sdpa import scaled_dot_product_attention
 from .weights import attention_key_sums, attention_weights
 

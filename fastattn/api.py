@@ -10,7 +10,7 @@ import numpy as np
 
 from . import dropout, repeat
 from .arguments import dropout_of
-from .arrays import integers, same_arrays
+from .arrays import integers
 from .check import check, check_backend, check_packed
 from .kinds import array_view, is_device_view, like
 from .launch import placement_of, run
@@ -289,46 +289,6 @@ def explain(
     check_backend(backend)
     problem, operands = check(q, k, v, **arguments)
     return plan(problem, backend, placement_of(operands, backend))
-
-
-def merge(
-    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
-) -> tuple[Any, Any]:
-    """Return (out, lse) over two disjoint sets of keys, from the results over each.
-
-    Parameters
-    ----------
-    out_a, out_b : (..., seqlen_q, head_dim_v), of one dtype
-    lse_a, lse_b : (..., seqlen_q), of one dtype, as attention(return_lse=True) gives them.
-        Of attention_varlen(), pass lse.T. Sinks may be in one of the two only.
-
-    Returns
-    -------
-    out, lse : shapes and dtypes of out_a and lse_a. An empty part (lse -inf) changes nothing.
-
-    Raises
-    ------
-    ValueError, TypeError   shapes and dtypes that do not fit together
-
-    Notes
-    -----
-    lse = log(exp(lse_a) + exp(lse_b)), out = sum of out_x * exp(lse_x - lse).
-    """
-    outs = same_arrays(("out_a", "out_b"), (out_a, out_b))
-    lses = same_arrays(("lse_a", "lse_b"), (lse_a, lse_b))
-    if not outs[0].ndim:
-        raise ValueError("out_a must have rank 1 or more, got shape ()")
-    if lses[0].shape != outs[0].shape[:-1]:
-        rule = "lse_a must have the shape of out_a without its last axis"
-        raise ValueError(f"{rule}, got {lses[0].shape} and {outs[0].shape}")
-    with np.errstate(all="ignore"):
-        lse = np.logaddexp(*lses)
-        out = np.zeros(outs[0].shape, lse.dtype)
-        for part, part_lse in zip(outs, lses, strict=True):
-            weight = np.exp(part_lse - lse)
-            # -inf - -inf is NaN, and an empty part may hold anything.
-            out += np.where((part_lse == -np.inf)[..., None], 0, part * weight[..., None])
-    return like(out_a, out.astype(outs[0].dtype)), like(out_a, lse)
 
 
 def dropout_mask(

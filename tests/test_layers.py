@@ -79,6 +79,7 @@ LAYERS = [
     "check_backward",
     "repeat check plan cpu.built_in",
     "arguments modifying paging",
+    "merging",
     "arrays",
     "probabilities gradients cpu.run_backward",
     "reference cpu.run cpu.elementwise cuda.run",

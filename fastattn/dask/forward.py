@@ -10,6 +10,7 @@ from dask.task_spec import Task, TaskRef
 from .. import api
 from ..arguments import flag
 from ..check import check, check_backend
+from ..merging import merge
 from ..signatures import passing_keywords_to
 from .arrays import check_array, check_small, stand_in
 from .call import attend_block, empty_block, pick
@@ -122,4 +123,4 @@ def _arrays(layout: Layout) -> tuple[da.Array, da.Array]:
 
 
 def _merge(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
-    return api.merge(*a, *b)
+    return merge(*a, *b)

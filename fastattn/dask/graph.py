@@ -54,7 +54,8 @@ class Graph:
         if reading:
             task = Task.fuse(*reading.values(), task, key=key)
         # A block's key is the name of its layer and the block's index.
-        self._needs[key[0]].update(k[0] if isinstance(k, tuple) else k for k in task.dependencies)
+        names = {k[0] if isinstance(k, tuple) else k for k in task.dependencies}
+        self._needs[key[0]] |= names - {key[0]}
         return task
 
     def tree(self, tasks: Tasks, key: Key, parts: Sequence[Key], join: Callable[..., Any]) -> Key:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..api import attention, attention_varlen, merge
+from ..api import attention, attention_varlen
+from ..merging import merge
 from ..signatures import passing_keywords_to
 from .cache import KVCache
 from .linear import LinearWeights, check_tokens, linear

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ...api import attention, merge
+from ...api import attention
+from ...merging import merge
 from ..linear import check_float_array
 
 

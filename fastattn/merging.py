@@ -1,0 +1,69 @@
+"""Results over parts of the keys become that of all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arrays import same_arrays
+from .kinds import like
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+ELEMENTS = 1 << 16  # of out at a time, which then stay in the cache: 16 -> 3.5 ms for 8 x 4096 x 64
+
+
+def merge(
+    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
+) -> tuple[Any, Any]:
+    """Return (out, lse) over two disjoint sets of keys, from the results over each.
+
+    Parameters
+    ----------
+    out_a, out_b : (..., seqlen_q, head_dim_v), of one dtype
+    lse_a, lse_b : (..., seqlen_q), of one dtype, as attention(return_lse=True) gives them.
+        Of attention_varlen(), pass lse.T. Sinks may be in one of the two only.
+
+    Returns
+    -------
+    out, lse : shapes and dtypes of out_a and lse_a. An empty part (lse -inf) changes nothing.
+
+    Raises
+    ------
+    ValueError, TypeError   shapes and dtypes that do not fit together
+
+    Notes
+    -----
+    lse = log(exp(lse_a) + exp(lse_b)), out = sum of out_x * exp(lse_x - lse).
+    """
+    outs = same_arrays(("out_a", "out_b"), (out_a, out_b))
+    lses = same_arrays(("lse_a", "lse_b"), (lse_a, lse_b))
+    if not outs[0].ndim:
+        raise ValueError("out_a must have rank 1 or more, got shape ()")
+    if lses[0].shape != outs[0].shape[:-1]:
+        rule = "lse_a must have the shape of out_a without its last axis"
+        raise ValueError(f"{rule}, got {lses[0].shape} and {outs[0].shape}")
+    with np.errstate(all="ignore"):
+        lse = np.logaddexp(*lses)
+        return like(out_a, _joined(outs, lses, lse)), like(out_a, lse)
+
+
+def _joined(outs: list[np.ndarray], lses: list[np.ndarray], lse: np.ndarray) -> np.ndarray:
+    """Return the sum of outs, each weighted by exp of its lse less that of both."""
+    out = np.empty(outs[0].shape, outs[0].dtype)
+    shape = lse.size, out.shape[-1]
+    rows, flat = out.reshape(shape), [a.reshape(shape) for a in outs]
+    weights = [np.exp(part - lse).reshape(-1, 1) for part in lses]
+    empty = [part.reshape(-1, 1) == -np.inf for part in lses]
+    step = max(1, ELEMENTS // max(shape[1], 1))
+    for start in range(0, len(rows), step):
+        at = slice(start, start + step)
+        terms = [part[at] * weight[at] for part, weight in zip(flat, weights, strict=True)]
+        for n, gone in enumerate(empty):
+            if gone[at].any():
+                # -inf - -inf is NaN, and an empty part may hold anything.
+                terms[n] = np.where(gone[at], 0, terms[n])
+        rows[at] = terms[0] + terms[1]  # rounded once
+    return out
