@@ -210,6 +210,44 @@ def flash_kvcache(shape: tuple[int, ...]) -> Pair:
     )
 
 
+def torch_call(make: Callable[[Any], Call], **options: Any) -> Callable[[tuple[int, ...]], Pair]:
+    """A way through fastattn.torch: make(tensors) returns the call; options are for the core."""
+
+    def pair(shape: tuple[int, ...]) -> Pair:
+        import torch
+
+        arrays = [a.swapaxes(1, 2) for a in inputs(shape)]
+        flags = {"causal": True, "align": "top_left"} | options
+
+        def alone() -> np.ndarray:
+            found = fastattn.attention(*arrays, **flags)
+            return found[0] if isinstance(found, tuple) else found
+
+        return make([torch.from_numpy(a) for a in arrays]), alone
+
+    return pair
+
+
+def torch_direct(tensors: list[Any]) -> Call:
+    from fastattn.torch import scaled_dot_product_attention
+
+    return lambda: scaled_dot_product_attention(*tensors, is_causal=True)
+
+
+def torch_recorded(tensors: list[Any]) -> Call:
+    from fastattn.torch import scaled_dot_product_attention
+
+    tensors = [tensors[0].clone().requires_grad_(), *tensors[1:]]
+    return lambda: scaled_dot_product_attention(*tensors, is_causal=True).detach()
+
+
+def torch_operator(tensors: list[Any]) -> Call:
+    import torch
+
+    call = (*tensors, *[None] * 10, True, "top_left", None, None, 0, 0.0, 0.0)
+    return lambda: torch.ops.fastattn.attention(*call)[0]
+
+
 FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
     "jax": jax_eager,
     "jax, jit": jax_jit,
@@ -225,6 +263,9 @@ FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
     "flash_attn, tensors": flash_tensors,
     "flash_attn, varlen": flash_varlen,
     "flash_attn, kvcache": flash_kvcache,
+    "torch": torch_call(torch_direct),
+    "torch, with gradients": torch_call(torch_recorded, return_lse=True),
+    "torch.ops": torch_call(torch_operator, return_lse=True),
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
-from fastattn.torch import patch, patching, scaled_dot_product_attention  # noqa: E402
+from fastattn.torch import dispatch, patch, patching, scaled_dot_product_attention  # noqa: E402
 
 ORIGINAL = F.scaled_dot_product_attention
 
@@ -38,6 +38,7 @@ def answered(monkeypatch):
         return out
 
     monkeypatch.setattr(patching, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(dispatch, "MUCH_BYTES", 0)
     return queries
 
 
@@ -145,6 +146,17 @@ def test_causal_biases(answered, bias):
         found = F.scaled_dot_product_attention(q[:, :, :3], k, v, mask)
     assert len(answered) == 1
     torch.testing.assert_close(found, wanted)
+
+
+def test_small_calls_go_to_torch(answered, monkeypatch):
+    monkeypatch.setattr(dispatch, "MUCH_BYTES", 1 << 20)
+    monkeypatch.setattr(dispatch, "MUCH_FLOP", 1 << 20)
+    sizes = (1, 100), (64, 63), (64, 64), (1, 16384)
+    with patch():
+        for seqlen_q, seqlen_k in sizes:
+            q, k = torch.ones(1, 8, seqlen_q, 8), torch.ones(1, 8, seqlen_k, 8)
+            F.scaled_dot_product_attention(q, k, k)
+    assert [q.shape[2] for q in answered] == [64, 1]
 
 
 # --- torch.nn -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ _limit: int | None = None  # set_num_threads; None = the machine's default
 _scope: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "fastattn_num_threads", default=None
 )
-_nested = threading.local()
+_this_thread = threading.local()
 
 
 def get_num_threads() -> int:
@@ -60,6 +60,15 @@ def num_threads(n: int) -> Iterator[None]:
         yield
     finally:
         _scope.reset(token)
+
+
+def lend(run: Callable[[Callable[[], object], int], object] | None) -> None:
+    """Let calls made in this thread run on the threads of another library, until lend(None).
+
+    run(work, count) calls work() on up to `count` threads, this one included, and returns when all
+    have ended; it passes errors on.
+    """
+    _this_thread.lender = run
 
 
 def _checked(n: int) -> int:
@@ -125,7 +134,7 @@ _shunned = -1  # the CPU that pool threads may not run on
 
 
 def _worker(tasks: queue.SimpleQueue[_Share]) -> None:
-    _nested.inside = True
+    _this_thread.inside = True
     while True:
         tasks.get().run()
 
@@ -202,9 +211,13 @@ def run_on_threads(
     calling thread alone. It should hold a reference to all memory that it touches: Python may
     interrupt this function anywhere, so the caller's references alone would not be enough.
     """
+    lender = getattr(_this_thread, "lender", None)
+    if lender is not None and count > 1:
+        lender(work, count)
+        return
     shares: list[_Share] = []
     try:
-        if count > 1 and not getattr(_nested, "inside", False):
+        if count > 1 and not getattr(_this_thread, "inside", False):
             _share_out(work, count - 1, shares)
         work()
         if shares and is_done is not None and is_done():

@@ -12,6 +12,7 @@ from ..errors import as_argument_error
 from .call import Call
 from .dispatch import autocast, is_direct, number, seed_of
 from .ops import run
+from .threads import on_threads_of_torch
 
 
 def attention(
@@ -58,7 +59,8 @@ def attention(
         options |= {"causal": causal, "align": align, "chunk": chunk, "softcap": softcap}
         is_plain_call = type(dropout_p) is float and dropout_p == 0
         if is_plain_call and is_direct(q, k, v, bias, mask, alibi, sinks):
-            return api.attention(q, k, v, **options, window=window, return_lse=return_lse)
+            options |= {"window": window, "return_lse": return_lse}
+            return on_threads_of_torch((q, k, v), api.attention, q, k, v, **options)
         for name in ("q_len", "kv_len", "kv_start"):
             options[name] = _ints(options[name])
         if not isinstance(align, str):

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 PLAIN = {Tensor, torch.nn.Parameter}
+# What torch does in 0.3 ms, by the multiplies and adds of both products or by the keys and values
+# that are read. Within a model, where its data drive code out of the caches, a call of Python costs
+# 0.1 ms more than one of C++ (bench/patched.py).
+MUCH_FLOP, MUCH_BYTES = 50_000_000, 4 << 20
 
 
 def is_plain(*tensors: Any) -> bool:
@@ -33,6 +37,13 @@ def is_transformed() -> bool:
     if torch._C._are_functorch_transforms_active():
         return True
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_large(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a call is long enough for its fixed costs not to matter."""
+    if key.nbytes + value.nbytes >= MUCH_BYTES:
+        return True
+    return query.ndim > 1 < key.ndim and 4 * query.numel() * key.shape[-2] >= MUCH_FLOP
 
 
 def needs_gradient(*tensors: Any) -> bool:

@@ -16,6 +16,7 @@ from ..backward import attention_backward
 from .batching import batched_backward, batched_forward
 from .call import ON_DEMAND, TENSORS, Call
 from .dispatch import is_plain, is_transformed, needs_gradient
+from .threads import on_threads_of_torch
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi, Tensor? sinks, "
@@ -48,7 +49,8 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Call(*arguments)
     with torch.no_grad():  # the operator's kernel is called with gradients enabled
         out = None if call.q.is_contiguous() else _empty_out(call.q, call.k, call.v)
-        return attention(call.q, call.k, call.v, **call.options(), return_lse=True, out=out)
+        options = call.options() | {"return_lse": True, "out": out}
+        return on_threads_of_torch(call[:3], attention, *call[:3], **options)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -114,8 +116,9 @@ def backward(
     with torch.no_grad():
         dout = torch.zeros_like(out) if dout is None else dout
         of_call = call.options() | asked
-        found = attention_backward(dout, call.q, call.k, call.v, out, lse, dlse=dlse, **of_call)
-    return list(found)
+        results = (dout, call.q, call.k, call.v, out, lse)
+        of_call["dlse"] = dlse
+        return list(on_threads_of_torch(call[:3], attention_backward, *results, **of_call))
 
 
 def _fake_backward(

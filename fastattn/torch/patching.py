@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 
 from ..errors import ArgumentError
-from .dispatch import is_plain
+from .dispatch import is_large, is_plain
 from .sdpa import scaled_dot_product_attention
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -53,7 +53,8 @@ def _fits(query: Any, key: Any, value: Any, attn_mask: Any) -> bool:
         on_cpu = all(t.device.type == "cpu" for t in (query, key, value))
         kinds = (torch.bool, torch.float32, query.dtype)
         return same and on_cpu and (attn_mask is None or attn_mask.dtype in kinds)
-    return is_plain(query, key, value, None if isinstance(attn_mask, CausalBias) else attn_mask)
+    plain_mask = None if isinstance(attn_mask, CausalBias) else attn_mask
+    return is_plain(query, key, value, plain_mask) and is_large(query, key, value)
 
 
 class patch(ContextDecorator):
@@ -61,7 +62,8 @@ class patch(ContextDecorator):
     within the function that it decorates.
 
     Calls with plain tensors in the memory of the CPU are answered by
-    fastattn.torch.scaled_dot_product_attention, all others by torch, as are those that it refuses.
+    fastattn.torch.scaled_dot_product_attention, all others by torch, as are those that it refuses
+    and small ones, at which torch is faster.
     Meanwhile the fast path of torch.nn's attention layers is off, which does not call that
     function. Both hold for all threads, from when the first enters until the last has left.
     """

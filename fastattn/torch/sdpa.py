@@ -13,6 +13,7 @@ from ..errors import ArgumentTypeError, as_argument_error
 from .call import Call
 from .dispatch import autocast, is_direct, is_plain, number, seed_of
 from .ops import run
+from .threads import on_threads_of_torch
 
 NAMES = core.TORCH_NAMES
 
@@ -75,7 +76,9 @@ def scaled_dot_product_attention(
             )
         is_plain_call = type(dropout_p) is float and dropout_p == 0
         if is_plain_call and is_direct(query, key, value, attn_mask):
-            return core.scaled_dot_product_attention(
+            return on_threads_of_torch(
+                (query, key, value),
+                core.scaled_dot_product_attention,
                 query,
                 key,
                 value,
