@@ -148,6 +148,12 @@ def test_causal_biases(answered, bias):
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_sizes_of_nested_tensors_are_not_asked_for():
+    with patch():
+        assert OTHERS["nested"]().is_nested
+
+
 def test_small_calls_go_to_torch(answered, monkeypatch):
     monkeypatch.setattr(dispatch, "MUCH_BYTES", 1 << 20)
     monkeypatch.setattr(dispatch, "MUCH_FLOP", 1 << 20)

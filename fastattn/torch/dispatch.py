@@ -24,10 +24,13 @@ def is_plain(*tensors: Any) -> bool:
         return False
     if torch.overrides.has_torch_function(tensors):
         return False
-    for t in tensors:
-        if t is not None and not (type(t) in PLAIN and t.is_cpu and not t.is_neg()):
-            return False
-    return True
+    return all(t is None or _is_dense(t) for t in tensors)
+
+
+def _is_dense(t: Any) -> bool:
+    if type(t) not in PLAIN or not t.is_cpu or t.is_neg():
+        return False
+    return t.layout is torch.strided and not t.is_nested
 
 
 def is_transformed() -> bool:
