@@ -19,6 +19,7 @@ from .check_backward import (
     sum_to,
 )
 from .kinds import like, numpy_view
+from .large_rows import is_ordinary, weights_of_sinks
 from .plan import plan_backward
 from .problem import Gradients, Operands, Plan, Problem
 from .signatures import passing_keywords_to
@@ -81,10 +82,11 @@ def attention_backward(
 
     Notes
     -----
-    Probabilities are recomputed from lse, sums are in its dtype. Memory beyond the gradients is
-    O(block_m * block_n) per thread; gradients of half types and of broadcast arrays are summed in
-    full arrays first. Two calls give the same bits, whatever the number of threads; and so does
-    any place in the batch, but for the sums over a batch.
+    Probabilities are recomputed from lse, sums are in its dtype. Where lse exceeds 1024 either way,
+    its rounding has lost digits of the sum: scores are then computed once more to find it. Beyond
+    the gradients, memory is O(block_m * block_n) per thread; gradients of half types and of
+    broadcast arrays are summed in full arrays first. Two calls give the same bits, whatever the
+    number of threads; and so does any place in the batch, but for the sums over a batch.
 
     References
     ----------
@@ -169,6 +171,10 @@ def attention_varlen_backward(
 def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str) -> None:
     """Plan and run. Where there are no scores, the zeros stay."""
     chosen = plan_backward(problem, backend)
+    if gradients.dsinks is not None and not is_ordinary(operands.lse):  # type: ignore[arg-type]
+        with np.errstate(all="ignore"):
+            weights = weights_of_sinks(operands.sinks, operands.lse)  # type: ignore[arg-type]
+        gradients = gradients._replace(sink_weights=weights)
     if problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k:
         launch = _launcher(chosen.backend)
         if guards.ON:

@@ -19,12 +19,14 @@ Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from . import dropout
+from .large_rows import is_large, is_ordinary, is_same, weights_of_sinks
 from .modified import key_blocks, score_slopes
 from .problem import Gradients, Operands, Plan, Problem
 from .reference import (
@@ -37,9 +39,12 @@ from .reference import (
     leading,
     max_slots,
     members,
+    online_update,
     products,
+    scores,
     spans,
     split_heads,
+    start,
 )
 
 SINK_ROWS = 1024  # rows of each head that add_sinks() converts at a time
@@ -73,8 +78,10 @@ def add_sinks(operands: Operands, gradients: Gradients) -> None:
                 delta = np.einsum("...d,...d->...", dout, out)
                 if gradients.dlse is not None:
                     delta -= gradients.dlse[at][..., rows]
-                weights = np.exp(operands.sinks[:, None] - lse)  # type: ignore[index]
-                delta *= np.where(lse == -np.inf, 0, weights)
+                if gradients.sink_weights is None:
+                    delta *= weights_of_sinks(operands.sinks, lse)  # type: ignore[arg-type]
+                else:
+                    delta *= gradients.sink_weights[at][..., rows]
                 gradients.dsinks[...] -= delta.sum(axis=-1)  # type: ignore[index]
 
 
@@ -91,6 +98,7 @@ class _Slots(NamedTuple):
     dv: np.ndarray  # (*slots, seqlen_k, head_dim_v)
     dbias: np.ndarray | None  # (*slots, seqlen_q, seqlen_k)
     dalibi: np.ndarray | None  # (*slots)
+    sink_weights: np.ndarray | None  # (*slots, seqlen_q)
 
     def cut(self, at: tuple[slice, ...]) -> _Slots:
         """Return those of the slots `at`."""
@@ -130,13 +138,14 @@ def _grouped(problem: Problem, operands: Operands, gradients: Gradients) -> _Slo
         repeat(dv),
         split(dbias, -3),
         None if dalibi is None else dalibi.reshape(*lead, *heads),
+        split(gradients.sink_weights, -2),
     )
 
 
 def _member(slots: _Slots, member: Member) -> _Slots:
     """Return the slots of one batch entry."""
     place, at, rows, keys = member
-    dout, dlse, dq, dk, dv, dbias, dalibi = slots
+    dout, dlse, dq, dk, dv, dbias, dalibi, sink_weights = slots
     return _Slots(
         dout[place][..., rows, :],
         None if dlse is None else dlse[place][..., rows],
@@ -145,6 +154,7 @@ def _member(slots: _Slots, member: Member) -> _Slots:
         dv[place][..., keys, :],
         None if dbias is None else dbias[place][..., rows, keys],
         None if dalibi is None else dalibi[at],
+        None if sink_weights is None else sink_weights[place][..., rows],
     )
 
 
@@ -162,12 +172,14 @@ def add_to(target: np.ndarray, values: np.ndarray) -> None:
 
 
 class _Rows(NamedTuple):
-    """What is known of a block of query rows before any key."""
+    """What is known of a block of query rows before their keys are differentiated."""
 
     at: slice
     q: np.ndarray  # (*slots, block_m, head_dim)
     dout: np.ndarray  # (*slots, block_m, head_dim_v)
-    lse: np.ndarray  # (*slots, block_m); inf for a row that sees nothing, so that p = 0
+    # (*slots, block_m); inf for a row that sees nothing, so that p = 0. Of a large row it is the
+    # largest score, and dout and delta have been divided by the sum of exponentials.
+    lse: np.ndarray
     delta: np.ndarray  # (*slots, block_m)
 
 
@@ -192,6 +204,26 @@ def _rows(problem: Problem, part: Slots, into: _Slots, at: slice) -> _Rows:
     return _Rows(at, q, dout, lse, delta)
 
 
+def _normalised(
+    problem: Problem, part: Slots, into: _Slots, rows: _Rows, blocks: Iterable[slice]
+) -> _Rows:
+    """Return rows of which the large ones are measured from their largest score."""
+    state = start(part, rows.q)
+    for keys in blocks:
+        online_update(state, scores(problem, part, rows.q, rows.at, keys)[0])
+    own = state.row_max + np.log(state.row_sum)
+    chosen = is_large(rows.lse) & is_same(rows.lse, own)
+    weight = np.where(chosen, 1 / state.row_sum, 1).astype(own.dtype)
+    if into.sink_weights is not None:
+        shares = np.exp(part.sinks[..., None] - state.row_max) * weight  # type: ignore[index]
+        np.copyto(into.sink_weights[..., rows.at], shares, where=chosen)
+    return rows._replace(
+        dout=rows.dout * weight[..., None],
+        lse=np.where(chosen, state.row_max, rows.lse),
+        delta=rows.delta * weight,
+    )
+
+
 def _differentiate_rows(
     problem: Problem, part: Slots, into: _Slots, at: slice, block_n: int
 ) -> None:
@@ -203,8 +235,11 @@ def _differentiate_rows(
         row_keys = dropout.chained(part.dropout_keys[..., None], i)
     first, stop = problem.key_range(i)
     seen = slice(int(first.min()), int(stop.max()))
+    blocks = list(key_blocks(problem, part.places, at, seen, block_n))
+    if not is_ordinary(rows.lse):
+        rows = _normalised(problem, part, into, rows, blocks)
     dq = np.zeros_like(rows.q)
-    for keys in key_blocks(problem, part.places, at, seen, block_n):
+    for keys in blocks:
         dq += _differentiate_block(problem, part, into, rows, keys, row_keys)
     dq *= problem.scale
     add_to(into.dq[..., at, :], dq)

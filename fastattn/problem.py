@@ -169,6 +169,9 @@ class Gradients(NamedTuple):
     dbias: np.ndarray | None  # (*lead, heads_q, seqlen_q, seqlen_k), with the strides of one bias
     dalibi: np.ndarray | None  # (batch, heads_q)
     dsinks: np.ndarray | None  # (heads_q,)
+    # (*lead, heads_q, seqlen_q): the share of the sink, where rows are large and dsinks is asked
+    # for; not a sum: it comes as exp(sink - lse), and large rows get their own.
+    sink_weights: np.ndarray | None = None
 
 
 class Placement(NamedTuple):

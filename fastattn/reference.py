@@ -309,7 +309,7 @@ class _Rows(NamedTuple):
 def _attend_rows(problem: Problem, part: Slots, rows: slice, block_n: int) -> None:
     """Run `rows` of every slot against the key blocks that they see."""
     q = block(part.q[..., rows, :], problem.variant.dtype)
-    state = _start(part, q)
+    state = start(part, q)
     i = np.arange(rows.start, rows.stop)
     row_keys = None
     if part.dropout_keys is not None:
@@ -318,7 +318,7 @@ def _attend_rows(problem: Problem, part: Slots, rows: slice, block_n: int) -> No
     seen = slice(int(first.min()), int(stop.max()))
     for keys in key_blocks(problem, part.places, rows, seen, block_n):
         s, hidden = scores(problem, part, q, rows, keys)
-        p = _online_update(state, s)
+        p = online_update(state, s)
         if row_keys is not None:
             j = np.arange(keys.start, keys.stop) + problem.keys_before
             p *= dropout.kept(row_keys, j, problem.dropout_p)
@@ -327,7 +327,7 @@ def _attend_rows(problem: Problem, part: Slots, rows: slice, block_n: int) -> No
     _finish(state, part, rows, dropout.factor(problem.dropout_p))
 
 
-def _start(part: Slots, q: np.ndarray) -> _Rows:
+def start(part: Slots, q: np.ndarray) -> _Rows:
     """Return the state before any key; a sink is a score that has been seen."""
     shape = q.shape[:-1]
     row_max, row_sum = np.full(shape, -np.inf, q.dtype), np.zeros(shape, q.dtype)
@@ -337,7 +337,7 @@ def _start(part: Slots, q: np.ndarray) -> _Rows:
     return _Rows(row_max, row_sum, np.zeros(shape + part.v.shape[-1:], q.dtype))
 
 
-def _online_update(rows: _Rows, s: np.ndarray) -> np.ndarray:
+def online_update(rows: _Rows, s: np.ndarray) -> np.ndarray:
     """Fold scores (*slots, block_m, block_n) into the rows; they become exp(s - row_max)."""
     new_max = np.maximum(rows.row_max, s.max(axis=-1))
     # A row that has seen no key yet: -inf - -inf would be NaN.

@@ -108,7 +108,7 @@ LAYERS = [
     "derivative",
     "trace cpu.prebuilt cuda.compile cuda.words",
     "cpu.cache cpu.image",
-    "cpu cpu.job cpu.elementwise_job dropout guards machine problem signatures normal",
+    "cpu cpu.job cpu.elementwise_job dropout guards large_rows machine problem signatures normal",
     "modifier",
     "kinds errors",
     "cuda.memory",

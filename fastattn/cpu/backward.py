@@ -116,9 +116,10 @@ def scores_of_pair(variant: Variant, unit: VectorUnit):
     product = products.score_block(dtype, unit)
     change, hide = scores_block(variant, lanes), mask_block(variant, lanes)
     to_probabilities = gradient_scores.probabilities_block(variant, lanes)
-    add_bias, add_alibi, apply_slopes = (
+    shift, add_bias, add_alibi, apply_slopes = (
         make(variant, lanes)
         for make in (
+            gradient_scores.shift_large_rows,
             gradient_scores.bias_block,
             gradient_scores.alibi_block,
             gradient_scores.slopes_block,
@@ -157,6 +158,8 @@ def scores_of_pair(variant: Variant, unit: VectorUnit):
                 spare,
                 modify,
             )
+        if field(job, "row_weight") != 0 and field(job, "changes_scores") == 0:
+            shift(job, count, s, start, padded, lse)
         product(d_rows, d_stride, count, head_dim_v, v_panels, start, padded, ds, s_stride)
         to_probabilities(job, item, row, count, n_start, s, ds, start, padded, lse, delta, partial)
         if field(job, "dbias") != 0:

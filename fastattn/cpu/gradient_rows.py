@@ -73,7 +73,8 @@ def dot_row(variant: Variant, lanes: int):
 @functools.cache
 def pack_rows(variant: Variant, lanes: int):
     """Kernel: `count` query rows as (count, q_stride), times the sign of the scale, and those of
-    dout as (count, d_stride); lse in base 2; delta = dout · out - dlse.
+    dout as (count, d_stride), times the row's weight; lse in base 2; delta = dout · out - dlse, of
+    that dout, and dlse times the weight.
 
     A row that sees nothing gets lse = inf, so that p = 0. One that is not finite, or whose lse is
     not, gets NaN. Both become 0: what is no number must not reach, as 0 * NaN, keys that the row
@@ -100,6 +101,9 @@ def pack_rows(variant: Variant, lanes: int):
         d_at = batch_offset(field(job, "dout_table"), field(job, "dout_batch"), item[BATCH])
         o_at = batch_offset(field(job, "out_table"), field(job, "out_batch"), item[BATCH])
         lse_at = item[BATCH] * field(job, "lse_batch") + item[FIRST_QUERY]
+        weights, weight, unit = field(job, "row_weight"), scalar(1), scalar(LOG2_E)
+        if weights != 0:
+            unit = scalar(1)
         i, r = row // group, row % group
         for m in range(count):
             h, place = item[HEAD] * group + r, item[FIRST_QUERY] + i
@@ -109,13 +113,15 @@ def pack_rows(variant: Variant, lanes: int):
             y = at(y, place * field(job, "dout_row"))
             z = at(stored(field(job, "out")), o_at + h * field(job, "out_head"))
             z = at(z, place * field(job, "out_row"))
+            where = lse_at + h * field(job, "lse_head") + i
+            if weights != 0:
+                weight = real(weights)[where]
             q, d = at(q_rows, m * q_stride), at(d_rows, m * d_stride)
             check = copy(x, field(job, "q_col"), head_dim, sign, q)
-            check += copy(y, field(job, "dout_col"), head_dim_v, scalar(1), d)
+            check += copy(y, field(job, "dout_col"), head_dim_v, weight, d)
             total = dot(d, z, field(job, "out_col"), head_dim_v)
-            where = lse_at + h * field(job, "lse_head") + i
             if field(job, "dlse") != 0:
-                total -= real(field(job, "dlse"))[where]
+                total -= real(field(job, "dlse"))[where] * weight
             own = real(field(job, "row_lse"))[where]
             empty = own == -inf
             if empty or check != scalar(0) or not own < inf:
@@ -124,7 +130,7 @@ def pack_rows(variant: Variant, lanes: int):
                 lse[m], delta[m] = inf if empty else nan, scalar(0)
             else:
                 # What is finite stays so in base 2.
-                lse[m] = min(max(own * scalar(LOG2_E), -largest), largest)
+                lse[m] = min(max(own * unit, -largest), largest)
                 delta[m] = total
             i, r = next_row(i, r, group)
 

@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 
+from ..large_rows import LARGEST
 from ..problem import Variant
 from .fields import (
     BATCH,
@@ -18,7 +19,7 @@ from .fields import (
     field,
     next_row,
 )
-from .job import LN_2
+from .job import LN_2, LOG2_E
 from .memory import at, pointer_to
 from .modifiers import score_mod
 from .random import kept, row_key
@@ -60,6 +61,30 @@ def probabilities_row(dtype: str, lanes: int):
                 ds = where(x == neg_inf, zero, ds)
             store(s, n, used)
             store(dp, n, ds)
+
+    return run
+
+
+@functools.cache
+def shift_large_rows(variant: Variant, lanes: int):
+    """Kernel: take lse from the scores of large rows, and leave 0 for it.
+
+    The products are scaled and rounded as in the forward pass: what fma() spares is as large as the
+    differences of such scores.
+    """
+    simd = operations(variant.dtype, lanes)
+    load, store = simd.load, simd.store
+    scalar = getattr(np, variant.dtype)
+    largest, inf = scalar(LARGEST * LOG2_E), scalar(np.inf)
+
+    @jit
+    def run(job, count, s, start, stop, lse):
+        scale, s_stride = scalar(field(job, "scale_log2")), field(job, "s_stride")
+        for m in range(count):
+            if largest < abs(lse[m]) < inf:
+                for n in range(m * s_stride + start, m * s_stride + stop, lanes):
+                    store(s, n, (load(s, n) * scale - lse[m]) / scale)
+                lse[m] = scalar(0)
 
     return run
 

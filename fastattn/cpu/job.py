@@ -76,6 +76,9 @@ GRADIENT_OPERANDS = ("dout", "dq", "dk", "dv", "dbias")
 GRADIENT_FIELDS = (
     "scale",  # float64: |scale|
     "row_lse",  # address of (batch, heads_q, rows): lse as the caller gave it
+    # address of the same shape: p = exp2(s - row_lse) * row_weight, row_lse in base 2; 0 if all are
+    # 1 and it is not
+    "row_weight",
     "dlse",  # address of the same shape, or 0
     "dalibi",  # address of (batch, heads_q, key blocks) float64, or 0
     "progress",  # address of (batch * heads_kv, key blocks) int64: see backward.py

@@ -175,6 +175,15 @@ def _prepare(plan: Plan) -> _Prepared:
 
 def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     """Write operands.out and operands.lse."""
+    state = row_states(plan, problem, operands)
+    if state is not None and operands.lse is not None:
+        _write_lse(operands.lse, operands, state)
+
+
+def row_states(plan: Plan, problem: Problem, operands: Operands) -> np.ndarray | None:
+    """Write operands.out; return base-2 reference and sum of exponentials of each row, (*lse.shape,
+    2), if operands.lse is not None. Rows past q_len hold anything, and a sum below 0.
+    """
     kept: list[np.ndarray] = []  # arrays that must outlive the kernels
     state = None
     if operands.lse is not None:
@@ -185,8 +194,7 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     prepared = _prepare(plan)
     job = _job(prepared, problem, operands, state, kept)
     _draw(plan, prepared, job, (operands, kept))
-    if state is not None and operands.lse is not None:
-        _write_lse(operands.lse, operands, state)
+    return state
 
 
 def _job(
@@ -281,10 +289,14 @@ def _write_lse(lse: np.ndarray, operands: Operands, state: np.ndarray) -> None:
         np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=lse, where=written)
         if operands.sinks is not None:
             # A row that saw no key gets its sink to the bit: api writes it where there are no keys.
-            largest = np.finfo(lse.dtype).max
-            base_2 = np.clip(operands.sinks * lse.dtype.type(LOG2_E), -largest, largest)
-            is_sink = (state[..., 1] == 1) & (state[..., 0] == base_2[:, None])
+            is_sink = (state[..., 1] == 1) & (state[..., 0] == base_2(operands.sinks)[:, None])
             np.copyto(lse, operands.sinks[:, None], where=is_sink)
+
+
+def base_2(x: np.ndarray) -> np.ndarray:
+    """x / ln 2, clipped to the range of its dtype, as kernels compute it."""
+    largest = np.finfo(x.dtype).max
+    return np.clip(x * x.dtype.type(LOG2_E), -largest, largest)
 
 
 def score_fields(problem: Problem, operands: Operands) -> tuple[int, int]:

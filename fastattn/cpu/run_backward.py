@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from ctypes import addressof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..large_rows import is_large, is_ordinary, is_same
 from ..machine import VectorUnit
 from ..problem import Gradients, Operands, Plan, Problem, Variant
 from . import compile
-from .job import ITEM_SIZE, LINE, Counter, pack_gradients
+from .job import ITEM_SIZE, LINE, LN_2, Counter, pack_gradients
 from .layout import address, layouts
-from .run import FLOP_PER_CALL, extras, lanes_of, score_fields, sizes_of
+from .run import FLOP_PER_CALL, base_2, extras, lanes_of, row_states, score_fields, sizes_of
 from .share import Share
+
+SPLIT_BLOCKS = 4  # key blocks of one run of the online softmax, as in the forward pass
 
 
 def unavailable(variant: Variant) -> str:
@@ -87,6 +90,8 @@ class _Call(NamedTuple):
     counter: int
     progress: int
     dalibi: int
+    row_lse: int
+    row_weight: int
 
 
 def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) -> None:
@@ -95,6 +100,7 @@ def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) 
     heads, n_blocks = prepared.heads, prepared.n_blocks
     shared, num_threads = _sharing(gradients, plan)
     heads_per_item = heads if shared else 1
+    lse, weights = _references(plan, problem, operands, gradients)
     counter, progress = Counter(), np.zeros((heads, n_blocks), np.int64)
     dalibi = None
     if gradients.dalibi is not None:
@@ -108,8 +114,11 @@ def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) 
         counter=addressof(counter),
         progress=address(progress),
         dalibi=address(dalibi),
+        row_lse=address(lse),
+        row_weight=address(weights),
     )
-    kept: list[Any] = [operands, gradients, progress, dalibi]  # arrays that must outlive the kernel
+    # Arrays that must outlive the kernel.
+    kept: list[Any] = [operands, gradients, progress, dalibi, lse, weights]
     job = pack_gradients(_fields(prepared, call, problem, operands, gradients, kept))
     share = Share(prepared.kernel, job, counter, prepared.scratch_bytes, tuple(kept))
     share.run(num_threads, max(1, prepared.blocks_per_call // heads_per_item))
@@ -126,20 +135,51 @@ def _fields(
     kept: list[Any],
 ) -> Iterator[float]:
     """The job's fields, in their order."""
-    lse = np.ascontiguousarray(operands.lse)
     dlse = None if gradients.dlse is None else np.ascontiguousarray(gradients.dlse)
-    kept += [lse, dlse]
+    kept.append(dlse)
     packed = operands.starts is not None
-    heads, rows = lse.shape[-2:]
+    heads, rows = operands.lse.shape[-2:]  # type: ignore[union-attr]
     yield from (*prepared.sizes, call.num_items)
     yield from (*score_fields(problem, operands), call.counter)
     # lse and partial results are the forward pass's; the strides are those of row_lse.
     yield from (0, 0 if packed else heads * rows, rows, 0)
     yield from extras(problem, operands, kept)
     yield from layouts((*operands[:3], operands.out, operands.mask, operands.bias), packed, kept)
-    yield from (abs(problem.scale), address(lse), address(dlse), call.dalibi, call.progress)
+    yield from (abs(problem.scale), call.row_lse, call.row_weight, address(dlse))
+    yield from (call.dalibi, call.progress)
     yield from (prepared.n_blocks, call.heads_per_item, call.together, *prepared.strides)
     yield from layouts((gradients.dout, *gradients[2:6]), packed, kept)
+
+
+def _references(
+    plan: Plan, problem: Problem, operands: Operands, gradients: Gradients
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The job's row_lse and row_weight."""
+    lse = np.ascontiguousarray(operands.lse)
+    if is_ordinary(lse):
+        return lse, None
+    state = _states(plan, problem, operands)
+    reference, total = state[..., 0], state[..., 1]
+    with np.errstate(all="ignore"):
+        chosen = is_large(lse) & is_same(lse, reference * LN_2 + np.log(total))
+        weight = np.where(chosen, 1 / total, 1).astype(lse.dtype)
+        if gradients.sink_weights is not None:
+            sinks = base_2(operands.sinks)[:, None]  # type: ignore[arg-type]
+            shares = np.exp2(sinks - reference) * weight
+            np.copyto(gradients.sink_weights, shares, where=chosen)
+        others = np.where(np.isfinite(lse), base_2(lse), lse)
+    return np.where(chosen, reference, others).astype(lse.dtype), weight
+
+
+def _states(plan: Plan, problem: Problem, operands: Operands) -> np.ndarray:
+    """run.row_states() for the keys as these are differentiated; of the values one column."""
+    v = operands.v[..., :1]
+    variant = replace(problem.variant, score_mod_grad=None)
+    problem = replace(problem, variant=variant, head_dim_v=v.shape[-1], dropout_p=0.0)
+    out = np.empty((*operands.out.shape[:-1], v.shape[-1]), operands.out.dtype)
+    operands = operands._replace(v=v, out=out, dropout_keys=None)
+    plan = replace(plan, problem=problem, mc=plan.block_m, split_n=SPLIT_BLOCKS * plan.block_n)
+    return row_states(plan, problem, operands)  # type: ignore[return-value]
 
 
 def _sharing(gradients: Gradients, plan: Plan) -> tuple[bool, int]:

@@ -41,7 +41,10 @@ def gradients(
     )
     sinks = np.full(q.shape[1], -np.inf) if sinks is None else np.asarray(sinks)
     sinks = sinks.astype(dtype)[:, None, None]
-    p, lse = oracle.softmax(s, sinks)
+    # The sink is one more score. Its share is not exp(sink - lse): a large lse is rounded.
+    wide = np.concatenate([s, np.broadcast_to(sinks, (*s.shape[:-1], 1))], axis=-1)
+    both, _ = oracle.softmax(wide, np.asarray(-np.inf, dtype))
+    p, sink_p = both[..., :-1], both[..., -1:]
     kept = np.ones(())
     if keep is not None:
         keep, place = np.broadcast_arrays(keep, np.maximum(keys, 0))
@@ -50,7 +53,6 @@ def gradients(
     dp = kept * (dout @ wide_v.swapaxes(-1, -2))
     delta = (p * dp).sum(-1, keepdims=True) - np.asarray(dlse, dtype)[..., None]
     ds = np.where(visible, p * (dp - delta), 0).astype(dtype)
-    lse = np.where(lse == -np.inf, 0, lse)[..., None].astype(dtype)
     scaled = scale * ds * slope
     return {
         "dq": (scaled @ wide_k).astype(dtype),
@@ -58,7 +60,7 @@ def gradients(
         "dv": _per_key_head((kept * p).astype(dtype).swapaxes(-1, -2) @ dout, group),
         "dbias": ds,
         "dalibi": -(ds * distance).sum((-1, -2)).astype(dtype),
-        "dsinks": -(np.exp(sinks - lse) * delta)[..., 0].astype(dtype),
+        "dsinks": -(sink_p * delta)[..., 0].astype(dtype),
     }
 
 
