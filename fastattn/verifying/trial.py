@@ -201,16 +201,19 @@ def _floor(trial: Trial, x: Inputs, name: str) -> float:
     q, k, v, dout = (np.abs(np.nan_to_num(a.astype(float))) for a in (*x.arrays, x.dout))
     scale = case.head_dim**-0.5 if case.scale is None else abs(case.scale)
     # A score is rounded in units of its own size before it is an exponent.
-    floor = case.floor() + scale * np.sqrt((q**2).sum(-1).max() * (k**2).sum(-1).max()) / 4
+    floor = (
+        case.floor()
+        + scale * np.sqrt((q**2).sum(-1).max(initial=0) * (k**2).sum(-1).max(initial=0)) / 4
+    )
     if trial.kind not in BACKWARD:
         return float(floor)
     # ds = p * (dp - delta), where one key has all the weight, is the difference of two like
     # products, as large as the norms of dout and v. Then come scale and k, or q, or the distance.
-    ds = np.sqrt((dout**2).sum(-1).max() * (v**2).sum(-1).max())
+    ds = np.sqrt((dout**2).sum(-1).max(initial=0) * (v**2).sum(-1).max(initial=0))
     if case.dtype in ("float16", "bfloat16"):
         # out was rounded to the type of dout, and delta is a product of the two.
         floor, ds = (x * oracle.EPS[case.dtype] / oracle.EPS["float32"] for x in (2, ds / 8))
-    factor = scale * max(q.max(), k.max())
+    factor = scale * max(q.max(initial=0), k.max(initial=0))
     if name == "dalibi":
         factor = 2.0 * (case.seqlen_q + case.seqlen_k)
     return float(floor + 2 * ds * max(1.0, factor))
