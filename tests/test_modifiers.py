@@ -94,7 +94,7 @@ def draw_and_compare(backend, data):
 
 
 @given(data=st.data())
-@settings(FUZZ, max_examples=200)
+@settings(FUZZ, max_examples=100)
 def test_any_call_agrees_with_the_oracle(backend, data):
     draw_and_compare(backend, data)
 

@@ -97,7 +97,7 @@ ANY_CALL = {
 
 
 @given(**ANY_CALL)
-@settings(FUZZ, max_examples=200)
+@settings(FUZZ, max_examples=100)
 def test_any_call_agrees_with_the_oracle(backend, case, layouts, seed):
     assert_agrees_with_the_oracle(backend, case, layouts, seed)
 

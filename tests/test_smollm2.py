@@ -52,6 +52,7 @@ def transformers_model(smollm2):
 # --- the model ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_text_is_the_same_with_the_cache_without_it_and_in_chunks(model):
     ids = model.encode(QUESTIONS[0])
     text = list(model.greedy(ids, 12))

@@ -51,6 +51,7 @@ def test_the_loss_falls(trained):
     assert losses[-1] < losses[0] - 0.8
 
 
+@pytest.mark.slow
 def test_every_step_is_that_of_torch(example, data, trained):
     torch = pytest.importorskip("torch")
     losses, before, after = trained
