@@ -6,38 +6,53 @@ import pytest
 from cuda_assembled import assemble, need_assembler
 from cuda_emulated import SM_80, SM_90, code, need_numba_cuda
 
-from fastattn.cuda.tensor.tilings import PACKED, SHAPES, Tiling
+from fastattn.cuda.tensor.tilings import HEAD_DIMS, WIDE, Tiling, forward_tiling
+from fastattn.problem import Problem, Variant
 
 need_numba_cuda()
 need_assembler()
 REGISTERS = 65536  # of a multiprocessor
-TILINGS = [
-    Tiling(storage, head_dim, head_dim, *shape)
-    for head_dim, shapes in SHAPES.items()
-    for shape in shapes
-    for storage in ("float16", "bfloat16")
-]
+SHARED_BYTES = {SM_80: 163 << 10, SM_90: 227 << 10, (12, 0): 99 << 10}  # of a thread block
 PLAIN = Tiling("bfloat16", 128, 128, 4, 128, 64)
-ODD = [
-    Tiling("bfloat16", 128, 128, 4, 64, 64, padded=True),
-    Tiling("bfloat16", 64, 64, 4, 64, 64, padded=True, strided=True),
-    Tiling("float16", 192, 128, 4, 64, 64),
-    *(Tiling("bfloat16", d, d, *PACKED, packed=True) for d in (64, 128, 256)),
-    *(Tiling("bfloat16", d, d, 4, 64, 64, general=True) for d in (64, 96, 128, 192)),
-    Tiling("float16", 128, 128, 4, 64, 64, general=True),
-    Tiling("bfloat16", 256, 256, 4, 64, 32, general=True),
-]
+
+
+def chosen():
+    """[(tiling, target)]: all that problems get; float16, whose code is alike, in few of them."""
+    pairs = [(d, d) for d in HEAD_DIMS] + [(192, 128), (64, 128)]
+    pairs += [(d - 8, d) for d in HEAD_DIMS]  # padded
+    calls = [
+        ("bfloat16", *pair, rows, general, strided)
+        for pair in pairs
+        for rows in (1, 64, 500)
+        for general in (False, True)
+        for strided in (False, True)
+    ]
+    calls += [("float16", d, d, 500, False, False) for d in HEAD_DIMS]
+    found = {}
+    for target, shared_bytes in SHARED_BYTES.items():
+        for storage, *sizes, general, strided in calls:
+            variant = Variant("float32", storage)
+            problem = Problem(variant, 1, 8, 2, sizes[2], 500, *sizes[:2], 0.1, 0, None, None)
+            tiling = forward_tiling(
+                problem, options=general, strided=strided, shared_limit=shared_bytes
+            )
+            # The kernel that copies single elements is the same where they are padded.
+            if tiling is not None and not (tiling.padded and strided):
+                found[tiling, target] = None
+    return list(found)
 
 
 def check(tiling, target):
     found = assemble(code(tiling, target))
-    # Copying element by element needs many addresses, and is bound by its loads.
-    assert found.spilled <= (256 if tiling.strided else 0)
+    # Copying element by element needs many addresses, and is bound by its loads: for rows of 256,
+    # registers are written and read again, 48 bytes in all for sm_90, 120 for sm_120.
+    widest = tiling.strided and max(tiling.head_dim, tiling.head_dim_v) >= WIDE
+    assert found.spilled <= (120 if widest else 0)
     assert found.registers * tiling.threads <= REGISTERS
     return found
 
 
-@pytest.mark.parametrize("target", [SM_80, SM_90], ids=str)
+@pytest.mark.parametrize("target", [pytest.param(SM_80, marks=pytest.mark.slow), SM_90], ids=str)
 def test_the_loop_of_the_plain_kernel(target):
     """One step of 32 rows of a warp and 64 keys, head_dim 128."""
     found = check(PLAIN, target)
@@ -57,11 +72,8 @@ def test_the_loop_of_the_plain_kernel(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [SM_80, SM_90, (12, 0)], ids=str)
-@pytest.mark.parametrize("tiling", TILINGS + ODD, ids=str)
-def test_every_tiling_stays_in_registers(tiling, target):
-    if target == (12, 0) and tiling.block_m > 64:
-        pytest.skip("not chosen there")
+@pytest.mark.parametrize(("tiling", "target"), chosen(), ids=str)
+def test_every_tiling_that_is_chosen_stays_in_registers(tiling, target):
     found = check(tiling, target)
     assert {"HMMA", "LDSM"} <= set(found.instructions)
     assert ("LDGSTS" in found.instructions) == (not tiling.strided)

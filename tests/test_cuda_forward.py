@@ -65,6 +65,7 @@ def test_what_is_hidden_may_be_anything():
     assert_call(small, q[:, :, :20], k, v, kv_len=np.array([12]))
 
 
+@pytest.mark.slow
 def test_head_dim_128_on_newer_devices():
     assert_call(LARGE, *inputs(LARGE, 1, 2, 1, 150, 210), SM_90, causal=True)
 
@@ -122,6 +123,7 @@ def test_shapes(shape, target):
     assert_call(shape, *inputs(shape, 1, 3, 3, 65, 33, **sizes), target)
 
 
+@pytest.mark.slow
 def test_no_access_waits_for_a_bank():
     counts = assert_call(LARGE, *inputs(LARGE, 1, 1, 1, 128, 128)).shared.wavefronts
     assert set(counts) == {"cp", "ldmatrix", "st", "ld"}

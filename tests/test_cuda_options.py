@@ -81,10 +81,11 @@ def softened(score, b, h, i, j, aux):
     return mods.tanh(score) * 2 + aux[0][h] * abs(i - j)
 
 
+QUICK = "both, and a list of documents"  # the others compile kernels of their own
 MODIFIERS = {
     "score_mod": ({"score_mod": softened, "aux": (np.array([0.1, -0.05], np.float32),)}),
     "mask_mod": {"mask_mod": mods.dilated_window(20, 20, 3)},
-    "both, and a list of documents": {
+    QUICK: {
         "score_mod": softened,
         "mask_mod": mods.and_masks(mods.causal, mods.document_mask(query=1, key=2)),
         "aux": (
@@ -96,7 +97,9 @@ MODIFIERS = {
 }
 
 
-@pytest.mark.parametrize("name", MODIFIERS)
+@pytest.mark.parametrize(
+    "name", [QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in MODIFIERS if n != QUICK)]
+)
 def test_modifier(name):
     flags = MODIFIERS[name]
     h, i, j = np.ogrid[:2, :40, :70]

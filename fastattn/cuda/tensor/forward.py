@@ -156,4 +156,4 @@ def forward_kernel(tiling: Tiling) -> Source:
             barrier()
             repair(job, m_block, head, key_head, batch, split, out, out_row, job.out_col)
 
-    return Source(kernel, tiling.threads)
+    return Source(kernel, tiling.threads, tiling.min_blocks)

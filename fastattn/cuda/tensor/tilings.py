@@ -39,6 +39,13 @@ class Tiling:
         return 32 * self.warps
 
     @property
+    def min_blocks(self) -> int:
+        """Thread blocks that a multiprocessor must hold; 0 = as many as ptxas likes."""
+        # It would like three, in 168 registers, and then spills: at head_dim 64, with options, 32
+        # bytes for sm_90 and 136 for sm_120. Two have 255.
+        return 2 if self.general or (self.strided and not self.packed) else 0
+
+    @property
     def warp_m(self) -> int:
         """Query rows of a warp."""
         return self.block_m // self.warps
@@ -88,6 +95,9 @@ SPLIT_N = 256
 # Shapes of 128 rows are for devices that have so many bytes of shared memory: those that have fewer
 # (8.6, 8.9, 12.0) had one such block at a time, and for sm_120 ptxas spills.
 LARGE = 128 << 10
+# From this head_dim on, options or addresses of single elements leave registers for 32 keys of a
+# step only: with 64, ptxas spills 16 to 288 bytes.
+WIDE = 192
 FEW_ROWS = 64  # at most so many queries: a block of more would be empty for the most part
 
 
@@ -101,9 +111,8 @@ def forward_tiling(
     shared_limit  bytes of shared memory that a thread block may have
     """
     variant, largest = problem.variant, max(problem.head_dim, problem.head_dim_v)
-    if variant.storage not in ("float16", "bfloat16") or largest > HEAD_DIMS[-1]:
-        return None
-    if problem.dropout_p or problem.block_mask_m:
+    fits = variant.storage in ("float16", "bfloat16") and largest <= HEAD_DIMS[-1]
+    if not fits or problem.dropout_p or problem.block_mask_m:
         return None
     modified = variant.score_mod is not None or variant.mask_mod is not None
     general = options or modified or problem.softcap > 0 or problem.chunk > 0
@@ -113,8 +122,12 @@ def forward_tiling(
     )
     padded = (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v)
     packed = problem.seqlen_q == 1 and not general
+    widest = max(head_dim, head_dim_v)
+    # One warp that copies all elements of wide rows one by one spills 590 to 1120 bytes.
+    if packed and strided and widest >= WIDE:
+        return None
     small = general or padded or strided or shared_limit < LARGE or problem.seqlen_q <= FEW_ROWS
-    for shape in _shapes(max(head_dim, head_dim_v), small):
+    for shape in _shapes(widest, small, general or strided):
         tiling = Tiling(
             variant.storage,
             head_dim,
@@ -132,7 +145,8 @@ def forward_tiling(
     return None
 
 
-def _shapes(head_dim: int, small: bool) -> list[tuple[int, int, int]]:
+def _shapes(head_dim: int, small: bool, crowded: bool) -> list[tuple[int, int, int]]:
     """(warps, block_m, block_n) to try; small: 16 rows for each of four warps."""
-    shapes = SHAPES[head_dim]
-    return [(4, 64, block_n) for _, _, block_n in shapes] if small else list(shapes)
+    most_keys = 32 if crowded and head_dim >= WIDE else 64
+    shapes = [shape for shape in SHAPES[head_dim] if shape[2] <= most_keys]
+    return [(4, 64, block_n) for _, _, block_n in shapes] if small else shapes
