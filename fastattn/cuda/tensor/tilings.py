@@ -42,8 +42,9 @@ class Tiling:
     def min_blocks(self) -> int:
         """Thread blocks that a multiprocessor must hold; 0 = as many as ptxas likes."""
         # It would like three, in 168 registers, and then spills: at head_dim 64, with options, 32
-        # bytes for sm_90 and 136 for sm_120. Two have 255.
-        return 2 if self.general or (self.strided and not self.packed) else 0
+        # bytes for sm_90 and 136 for sm_120. Two have 255. Of four, for 32 keys a step, 40.
+        crowded = self.general or self.strided or self.block_n == 32
+        return 2 if crowded and not self.packed else 0
 
     @property
     def warp_m(self) -> int:
