@@ -7,7 +7,6 @@ result was not written, or comes from scratch that was not, or from outside an i
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
-
-log = logging.getLogger("fastattn")
 
 ON = os.environ.get("FASTATTN_DEBUG", "") not in ("", "0")
 GUARD = 256  # bytes on either side
@@ -118,6 +115,9 @@ def watched(
         twin.check_written()
         if not has_poison:
             twin.check_values()
+    import logging  # here: it costs `import fastattn` 3 ms
+
+    log = logging.getLogger("fastattn")
     log.debug("NaN: %s", {name: int(np.isnan(a).sum()) for name, a in given.items()})
 
 
