@@ -5,10 +5,9 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 
-import dask
 import numpy as np
 import pytest
-from dask_arrays import computed, da, tasks
+from dask_arrays import computed, da, dask, tasks
 
 import fastattn
 import fastattn.dask as lazy
