@@ -136,10 +136,11 @@ def pages():
 
 
 def big_tile():
-    """A tile whose sizes differ, with pieces of v that do not fill it."""
-    tile = Tile(threads_m=3, threads_n=2, rows=1, keys=3, values=1, depth=3)
+    """A tile whose sizes differ, with v in two pieces of keys and two of columns."""
+    tile = Tile(threads_m=3, threads_n=2, rows=1, keys=3, values=4, depth=3)
+    assert tile.piece_keys == 3 < tile.block_n
     with simulated_gpu(tile, split_n=6):
-        return solved(trial("other tile", 7, 9, 4, head_dim_v=3, causal=True, heads_q=1))
+        return solved(trial("other tile", 7, 9, 4, head_dim_v=11, causal=True, heads_q=1))
 
 
 def nothing_is_kept():
@@ -162,7 +163,6 @@ def answer(case):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, in the simulator's threads
-    sys.setswitchinterval(2e-5)  # the simulator waits for its threads without sleeping
     found = {}
     for name in sys.argv[1:] or CASES:
         try:

@@ -14,6 +14,7 @@ import numpy as np
 import simulated_words as words
 from numba import cuda
 from numba.cuda.simulator import kernel as simulator
+from simulated_threads import one_thread_at_a_time
 
 import fastattn.plan as planning
 from fastattn.cuda import choice, combine, compile, driver, place, products, simt, softmax, writing
@@ -88,7 +89,8 @@ def simulated_gpu(tile=TILE, split_n=4, few_rows=2):
         "to_host": to_host,
         "synchronize": lambda stream: None,
     }
-    patches = [mock.patch.object(driver, name, new) for name, new in functions.items()]
+    patches = [one_thread_at_a_time()]
+    patches += [mock.patch.object(driver, name, new) for name, new in functions.items()]
     patches += [mock.patch.object(module, "cuda", Present()) for module in MODULES]
     patches += [
         mock.patch.object(compile, "code", lambda key, build, target: key),
