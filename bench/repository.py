@@ -30,11 +30,11 @@ def setting(num_threads: int) -> dict[str, Any]:
     return record.setting(num_threads, commit())
 
 
-def commit() -> str:
-    """The commit that was run, with "+" if files differ from it; "" outside a repository."""
+def commit(folder: Path = ROOT) -> str:
+    """The commit of a folder, with "+" if files differ from it; "" outside a repository."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-        cwd=ROOT,
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,

@@ -170,6 +170,46 @@ def test_pieces_are_timed(script, wanted):
         assert (-1 if "_mod " in name else 0.01) < row["ns"] < 100
 
 
+def test_trees_take_turns(script, tmp_path):
+    trees, said = script("trees"), []
+
+    class Tree:
+        def __init__(self, commit, seconds):
+            self.commit, self.each = commit, seconds
+
+        def seconds(self, case):
+            said.append(self.commit)
+            return self.each
+
+    row = trees.measure((Tree("a", 2.0), Tree("b", 1.0)), DENSE, 3)
+    assert "".join(said) == "ab" + "ab" + "ba" + "ab"
+    assert row == {"trees": ["a", "b"], "first": [2.0] * 3, "second": [1.0] * 3}
+    assert trees.ratio_text(row) == "[green]0.500 (0.500–0.500)[/green]"
+    assert trees.ratio_text({"first": [1, 1], "second": [0.5, 1.5]}) == "1.000 (0.750–1.250)"
+    with trees.folder_of(str(tmp_path)) as folder:
+        assert folder == tmp_path.resolve()
+
+
+@pytest.mark.slow
+def test_trees_are_timed_in_their_own_processes(script):
+    pytest.importorskip("numba")
+    trees = script("trees")
+    with trees.Tree(BENCH.parent, 1) as tree:
+        assert 0 < tree.seconds(CASES["one"]) < 1
+        with pytest.raises(ValueError, match=r"tree .* cannot run dense"):
+            tree.seconds(DENSE)
+
+
+@pytest.mark.slow
+def test_pieces_inside_the_kernel_add_up(script, monkeypatch):
+    pytest.importorskip("numba")
+    inside = script("inside")
+    monkeypatch.setattr(contest, "SAMPLE_SECONDS", 0.0)
+    ns = inside.measure(Case("few", 1, 2, 2, 200, 300, 24), 3)
+    assert {name for name, value in ns.items() if value > 0} >= {*inside.PIECES} - {"masks"}
+    assert cpu_run.kernel.__module__ == cpu_run.__name__  # no clocks stay
+
+
 def test_layers_are_timed_once_they_agree(script, monkeypatch):
     monkeypatch.setattr(contest, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(contest, "SETTLE_SECONDS", 0.0)

@@ -1,0 +1,185 @@
+"""Where a call spends its time: the processor's clock, read inside the kernel around each piece.
+
+python bench/inside.py
+python bench/inside.py --cases 'bert-*,dim-96' --json
+
+One thread; ns for each visible pair of query and key. The pieces are those of
+fastattn/cpu/forward.py; "rest" is what lies between them: ranges, loops, drawing items. Waiting for
+memory counts to the piece that waits. The call is timed without clocks, with what Python does.
+"peak": both products, did they run at the multiply-add peak.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from unittest import mock
+
+import numpy as np
+import repository
+from rich.table import Table
+
+from fastattn import repeat
+from fastattn.benchmark import cases, peers, record, work
+from fastattn.benchmark.contest import calls_per_sample, sample
+from fastattn.benchmark.roofline import multiply_add_peak
+from fastattn.commands import terminal
+from fastattn.cpu import compile
+from fastattn.cpu import run as cpu_run
+from fastattn.machine import VectorUnit
+from fastattn.problem import Variant
+
+# What makes the kernels of each piece, in modules of fastattn.cpu.
+PIECES = {
+    "queries in": ["rows.pack_q"],
+    "packing": ["forward.pack_k", "forward.pack_v"],
+    "scores": ["products.score_block", "products.few_scores"],
+    "masks": ["forward.scores_block", "forward.mask_block"],
+    "softmax": ["forward.softmax_block"],  # and the output within it
+    "output": ["products.output_block", "products.few_outputs"],
+    "rows out": ["rows.write_rows"],
+    "rest": ["forward.work_item"],  # and all others within it
+}
+DEFAULT = "bert-128,bert-512,minilm-256,dense-4k"
+
+
+@functools.cache
+def ticks():
+    """Intrinsic: the processor's clock."""
+    from llvmlite import ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    def codegen(context, builder, sig, args):
+        kind = ir.FunctionType(ir.IntType(64), [])
+        name = "llvm.readcyclecounter"
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+
+    return intrinsic(lambda typingctx: (types.int64(), codegen))
+
+
+def clocked(factory: Callable, place: int) -> Callable:
+    """A factory whose kernels add the ticks between call and return to the int64 at `place`."""
+    from fastattn.cpu.fields import INTEGERS
+    from fastattn.cpu.registers import jit
+
+    make, clock = getattr(factory, "__wrapped__", factory), ticks()
+
+    def make_clocked(*constants):
+        kernel = make(*constants)
+
+        @jit
+        def run(*arguments):
+            start = clock()
+            result = kernel(*arguments)
+            INTEGERS(place)[0] += clock() - start
+            return result
+
+        return run
+
+    return make_clocked
+
+
+def clocked_kernel(variant: Variant, totals: np.ndarray) -> compile.Kernel:
+    """The forward kernel with clocks that add to `totals`, one for each of PIECES."""
+
+    def build(unit: VectorUnit) -> Callable:
+        from fastattn.cpu import forward
+
+        places = (totals.ctypes.data + totals.itemsize * n for n in range(totals.size))
+        with ExitStack() as patches:
+
+            def put(module, name, factory):
+                patches.enter_context(mock.patch.object(module, name, factory))
+
+            put(forward, "key_block", forward.key_block.__wrapped__)  # may have pieces from before
+            for place, factories in zip(places, PIECES.values(), strict=True):
+                for path in factories:
+                    module, _, name = path.partition(".")
+                    module = importlib.import_module(f"fastattn.cpu.{module}")
+                    put(module, name, clocked(getattr(module, name), place))
+            return forward.forward_kernel(variant, unit)
+
+    # Kept nowhere: an address is that of this process.
+    with mock.patch.dict(os.environ, {"FASTATTN_CACHE": "0"}):
+        return compile.kernel(("bench.inside", variant, totals.ctypes.data), build)
+
+
+def ticks_per_ns() -> float:
+    """Of the processor's clock, over 20 ms."""
+
+    def build(unit):
+        clock = ticks()
+
+        def kernel(job, scratch, quota):
+            return clock()
+
+        return kernel
+
+    read = compile.kernel("bench.inside.ticks", build)
+    start, before = time.perf_counter_ns(), read(0, 0, 0)
+    while time.perf_counter_ns() - start < 20_000_000:
+        pass
+    return (read(0, 0, 0) - before) / (time.perf_counter_ns() - start)
+
+
+def measure(case: cases.Case, rounds: int) -> dict[str, float]:
+    """ns a pair: of each piece, of the call, of the products at the peak."""
+    variant, totals = case.problem.variant, np.zeros(len(PIECES), np.int64)
+    run = peers.entry(peers.OURS, case, case.inputs(), 1).run
+    run()
+    kernel, plain, calls = clocked_kernel(variant, totals), cpu_run.kernel, calls_per_sample(run)
+    pairs = work.flop(case) / (4 * case.head_dim)
+    rate, found, seconds = ticks_per_ns(), [], []
+
+    def chosen(name: str, variant: Variant) -> compile.Kernel:
+        return kernel if name == "forward" else plain(name, variant)
+
+    for _ in range(rounds):
+        prepare_anew()
+        seconds.append(sample(run, calls))
+        with mock.patch.object(cpu_run, "kernel", chosen):
+            prepare_anew()
+            run()
+            totals[:] = 0
+            sample(run, calls)
+            found.append(totals / calls / rate / pairs)
+    prepare_anew()
+    ns = dict(zip(PIECES, np.median(found, 0).tolist(), strict=True))
+    ns["softmax"] -= ns["output"]
+    ns["rest"] -= sum(value for name, value in ns.items() if name != "rest")
+    peak = 4 * case.head_dim / multiply_add_peak(case.dtype)
+    return {**ns, "call": float(np.median(seconds)) * 1e9 / pairs, "peak": peak}
+
+
+def prepare_anew() -> None:
+    """Forget which kernel calls have found."""
+    cpu_run._prepare.cache_clear()
+    repeat.forget()
+
+
+def main() -> None:
+    parser = repository.parser(__doc__)
+    repository.add_json(parser)
+    parser.add_argument("--cases", type=terminal.checked(cases.select), default=DEFAULT)
+    parser.add_argument("--rounds", type=terminal.count, default=7, help="default 7")
+    options = parser.parse_args()
+    shown = Table("workload", title="ns a pair, one thread")
+    for heading in (*PIECES, "call", "peak"):
+        shown.add_column(heading, justify="right")
+    results = {}
+    for case in options.cases:
+        results[case.name] = measure(case, options.rounds)
+        shown.add_row(case.name, *(f"{ns:.3f}" for ns in results[case.name].values()))
+    terminal.console().print(shown)
+    if options.json:
+        kept = {name: {"ns": ns} for name, ns in results.items()}
+        record.save(options.json, "inside", repository.setting(1), kept)
+
+
+if __name__ == "__main__":
+    main()
