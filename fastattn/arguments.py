@@ -22,6 +22,7 @@ SMALLEST = {
 ALIGN_LIMIT = 2**30
 NO_LIMIT = 2**40  # a radius or a chunk that reaches any key from any position
 ZERO = np.array(0)  # the kv_start of calls without one
+NOT_REAL = (bool, np.timedelta64)  # which Python and NumPy count among the numbers
 ALIGN_RULE = "align must be 'bottom_right', 'top_left', an int or an array of ints"
 
 
@@ -38,7 +39,7 @@ def real(name: str, value: Any) -> float:
     """Return a real number as a float, infinity where it is too large for one."""
     if type(value) is float:
         return value
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if isinstance(value, Real) and not isinstance(value, NOT_REAL):
         try:
             return float(value)
         except OverflowError:

@@ -147,7 +147,7 @@ BAD = [
     ({"batch": True}, TypeError, "batch must be an integer, got True"),
     ({"heads": -3}, ValueError, "heads must be at least 0, got -3"),
     ({"batch": 2**31}, ValueError, "batch must be below 2**31, got 2147483648"),
-    ({"seqlen_q": np.timedelta64(1)}, TypeError, "seqlen_q must be an integer, got np.timedelta64"),
+    ({"seqlen_q": np.timedelta64(1, "s")}, TypeError, "must be an integer, got np.timedelta64"),
     ({"block": (0, 64)}, ValueError, "block_m must be at least 1, got 0"),
     ({"block": (64, None)}, TypeError, "block_n must be an integer, got None"),
     ({"block": 64}, TypeError, "block must be (block_m, block_n), got 64"),

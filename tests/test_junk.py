@@ -17,7 +17,7 @@ SEQUENCES = [[], [1], [1, 2], [[1], [1, 2]], (), (1, 2), {}, {1}, range(2), slic
 ARRAYS = [
     *(np.array(values) for values in (1, [], [1, 2], [1.0, 2.0], [None], 1j)),
     *(np.ones((2, 2, 3, 3), dtype) for dtype in (F4, bool, int)),
-    *(np.float32(1), np.int64(1), np.datetime64("2020"), np.timedelta64(1), np.ma.ones(3)),
+    *(np.float32(1), np.int64(1), np.datetime64("2020"), np.timedelta64(1, "s"), np.ma.ones(3)),
     np.zeros(2, "i4,f8"),
 ]
 FUNCTIONS = [lambda *args: 1, lambda: 1, type, object()]
