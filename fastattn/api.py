@@ -16,6 +16,7 @@ from .kinds import array_view, is_device_view, like
 from .launch import placement_of, run
 from .plan import plan
 from .problem import Plan
+from .repeat import Lengths
 from .signatures import passing_keywords_to
 
 if TYPE_CHECKING:
@@ -142,16 +143,16 @@ def attention(
     arrays: Any = (q, k, v)
     key = None
     no_arrays = bias is mask is alibi is sinks is out is None
-    no_lengths = q_len is kv_len is kv_start is block_table is None
+    no_lengths = kv_len is kv_start is block_table is None
     no_modifiers = score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux
     no_dropout = type(dropout_p) is float and dropout_p == 0
     on_host = given is q or not is_device_view(q)
-    plain = no_arrays and no_lengths and no_modifiers and no_dropout
+    plain = no_arrays and q_len is None and no_modifiers and no_dropout
     if on_host and plain and return_lse is False:
         options = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed, backend)
-        key = repeat.key_of(arrays, options, window)
-        known = repeat.find(key)
-        result = None if known is None else known.run(arrays)
+        lengths = repeat.NO_LENGTHS if no_lengths else Lengths(kv_len, kv_start, block_table)
+        key = repeat.key_of(arrays, options, window, lengths)
+        result = None if key is None else repeat.answer(key, arrays, align, lengths)
         if result is not None:
             return result if given is q else like(given, result)
     check_backend(backend)

@@ -164,12 +164,17 @@ def per_batch(name: str, value: Any, lead: tuple[int, ...], low: Any, high: Any)
     if type(value) is int and type(high) is int and low <= value <= high:
         return np.array(value, np.int64)  # 0.3 µs; what follows takes 3
     given = integers(name, "an int or an array of ints", value)
-    if given.ndim:
+    if given.ndim and given.shape != lead:
         try:
             given = np.broadcast_to(given, lead)
         except ValueError:
             rule = f"{name} must be an int or broadcast to the leading dimensions {lead}"
             raise ValueError(f"{rule}, got shape {given.shape}") from None
+    if type(high) is int and not low and given.dtype != object:
+        found = given.astype(np.int64)
+        # Read without their signs, negative numbers lie past all others: one pass, not two.
+        if not np.count_nonzero(found.view(np.uint64) > high):
+            return found
     bad = (given < low) | (given > high)
     if bad.any():
         number, low, high = (np.broadcast_to(a, bad.shape)[bad][0] for a in (given, low, high))
@@ -208,12 +213,17 @@ def _is_one(align: Any) -> bool:
     return isinstance(align, (str, int)) or numpy_view("align", align).ndim == 0
 
 
-def packed_lengths_of(
-    lengths_q: np.ndarray, lengths_k: np.ndarray, align: Any, kv_len: Any, kv_start: Any
+def ranges_of(
+    lead: tuple[int, ...],
+    seqlen_q: Any,
+    seqlen_k: Any,
+    align: Any,
+    q_len: Any,
+    kv_len: Any,
+    kv_start: Any,
 ) -> np.ndarray:
-    """Return Operands.ranges for members of these lengths."""
-    lead = lengths_q.shape
-    return _table(lead, _columns(lead, lengths_q, lengths_k, align, None, kv_len, kv_start))
+    """Return Operands.ranges; seqlen_q and seqlen_k may be arrays of shape `lead`."""
+    return _table(lead, _columns(lead, seqlen_q, seqlen_k, align, q_len, kv_len, kv_start))
 
 
 def _columns(

@@ -16,7 +16,7 @@ from .arguments import (
     dropout_of,
     flag,
     lengths_of,
-    packed_lengths_of,
+    ranges_of,
     scale_of,
     shortened,
     softcap_of,
@@ -40,7 +40,7 @@ from .arrays import (
     slopes_of,
 )
 from .kinds import new_array
-from .paging import check_pages, longest, packed_table, share_batch, table_of, used_pages
+from .paging import check_pages, packed_table, places_of, share_batch, table_of, used_pages
 from .problem import Operands, Problem, Variant
 
 if TYPE_CHECKING:
@@ -98,18 +98,19 @@ def check(
         check_pages(names, k, v)
         q, block_table = share_batch(names, q, table_of(block_table))
         seqlen_k = block_table.shape[-1] * k.shape[-2]
-        kv_len, fold = seqlen_k if kv_len is None else kv_len, False
     check_sizes(names, q.shape, k.shape, v.shape)
     rows, lead, seqlen_q = q.shape[:-1], q.shape[:-3], q.shape[-2]
     if mask is not None or bias is not None:
         mask, bias = _masks(names, mask, bias, (*rows, seqlen_k), has_heads)
     inputs = q, k, v, mask, bias
     check_places(names, q, zip(names, inputs, strict=False))
-    spans = lengths_of(lead, seqlen_q, seqlen_k, align, q_len, kv_len, kv_start, fold)
-    ranges, start, stop, offset = spans
-    if block_table is not None and ranges is not None:
-        block_table = used_pages(block_table, ranges, *k.shape[::2])
-        stop, offset = longest(ranges), longest(ranges) - seqlen_q
+    lengths = (align, q_len, kv_len, kv_start)
+    if block_table is None:
+        ranges, start, stop, offset = lengths_of(lead, seqlen_q, seqlen_k, *lengths, fold)
+    else:
+        pages = k.shape[::2]
+        ranges, block_table, stop = places_of(block_table, pages, lead, seqlen_q, *lengths)
+        start, offset = 0, stop - seqlen_q
     of_call = (lead, seqlen_q, stop - start, offset, start, seqlen_k)
     flags = flag(names.causal, causal), block_table is not None
     problem, alibi, sinks, modifying = _problem_of(q, v, ranges, of_call, *flags, **others)
@@ -159,10 +160,10 @@ def check_packed(
     edges_k = cumulative_of("cu_seqlens_k", cu_seqlens_k, None if paged else k.shape[-2])
     _check_same_batch(edges_q, edges_k)
     lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
-    ranges = packed_lengths_of(lengths_q, lengths_k, align, kv_len, kv_start)
+    ranges = ranges_of(lengths_q.shape, lengths_q, lengths_k, align, None, kv_len, kv_start)
     if paged:
         table = packed_table(block_table, lengths_k, k.shape[2])
-        block_table = used_pages(table, ranges, *k.shape[::2])
+        block_table = used_pages(table, ranges, k.shape[::2], int(lengths_k.max(initial=0)))
         edges_k = np.zeros_like(edges_k)  # keys count from the first page of a member
     seqlen_q, seqlen_k = int(lengths_q.max(initial=0)), int(lengths_k.max(initial=0))
     of_call = (lengths_q.shape, seqlen_q, seqlen_k, seqlen_k - seqlen_q, 0, seqlen_k)

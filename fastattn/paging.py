@@ -6,9 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import ranges_of
 from .arrays import Names, integers
 
 TABLE_RULE = "an array of ints of shape (..., max_pages)"
+# Plans are made for whole steps of keys, or a cache that grows by one key a call would want a new
+# one each time: 120 us. A step is a block of keys, and divides plan.SPLIT_N.
+STEP = 256
 
 
 def table_of(block_table: Any) -> np.ndarray:
@@ -35,6 +39,8 @@ def check_pages(names: Names, k: np.ndarray, v: np.ndarray) -> None:
 def share_batch(names: Names, q: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return views of q, of rank 3 and up, and of the table that agree in the batch."""
     q = q if q.ndim > 2 else q[None]
+    if q.shape[:-3] == table.shape[:-1]:
+        return q, table
     try:
         lead = np.broadcast_shapes(q.shape[:-3], table.shape[:-1])
     except ValueError:
@@ -57,19 +63,48 @@ def packed_table(block_table: Any, lengths_k: np.ndarray, page_size: int) -> np.
     return table
 
 
-def longest(ranges: np.ndarray) -> int:
-    """Return the keys of the entry of `ranges` that has most."""
-    return int((ranges[:, 2] - ranges[:, 1]).max(initial=0))
+def places_of(
+    table: np.ndarray,
+    pages: tuple[int, int],
+    lead: tuple[int, ...],
+    seqlen_q: int,
+    align: Any,
+    q_len: Any,
+    kv_len: Any,
+    kv_start: Any,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return Operands.ranges and block_table, and for how many keys to plan: those of the entry
+    that has most, in steps.
+
+    pages : (num_pages, page_size)
+    """
+    capacity = table.shape[-1] * pages[1]
+    ranges = ranges_of(lead, seqlen_q, capacity, align, q_len, kv_len, kv_start)
+    stop = int(ranges[:, 2].max(initial=0))
+    most = stop if kv_start is None else int((ranges[:, 2] - ranges[:, 1]).max(initial=0))
+    table = used_pages(table, ranges, pages, stop)
+    return ranges, table, min(-(-most // STEP) * STEP, capacity)
 
 
-def used_pages(table: np.ndarray, ranges: np.ndarray, num_pages: int, page_size: int) -> np.ndarray:
+def used_pages(
+    table: np.ndarray, ranges: np.ndarray, pages: tuple[int, int], stop: int
+) -> np.ndarray:
     """Return Operands.block_table; raise if an entry that holds keys of `ranges` is no page.
 
-    It has the columns that hold any, and 0 where the others hold none.
+    It has the columns that hold any, and pages where the others hold none.
+
+    pages : (num_pages, page_size)
+    stop : the key after the last of any entry
     """
-    starts, stops = ranges[:, 1:2], ranges[:, 2:3]
-    columns = -(-int(stops.max(initial=0)) // page_size)
+    num_pages, page_size = pages
+    columns = -(-stop // page_size)
     table = table.reshape(len(ranges), table.shape[-1])[:, :columns]
+    if table.dtype != object:
+        found = table.astype(np.int64, order="C")
+        # Read without their signs, negative ones lie past all others.
+        if not np.count_nonzero(found.view(np.uint64) >= num_pages):
+            return found
+    starts, stops = ranges[:, 1:2], ranges[:, 2:3]
     first = np.arange(columns) * page_size  # keys
     used = (first < stops) & (first + page_size > starts) & (starts < stops)
     bad = used & ((table < 0) | (table >= num_pages))

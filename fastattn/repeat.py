@@ -1,18 +1,21 @@
 """The same call again: what check() and plan() find out is kept by the layout of the arrays.
 
 A model makes the same call thousands of times, layer after layer, and a small one spends more time
-on its arguments than on its numbers. Kept are calls of plain arrays on the cpu backend without
-options that are arrays; all others take the long way each time.
+on its arguments than on its numbers. Kept are calls of plain arrays on the cpu backend whose other
+arrays are lengths and pages of each batch entry, which are looked at each time; all others take the
+long way.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import guards
+from .arguments import lengths_of
 from .cpu.threads import get_num_threads
+from .paging import places_of, table_of
 from .problem import Operands, Plan
 
 if TYPE_CHECKING:
@@ -24,8 +27,21 @@ MOST = 512  # calls to keep
 _known: dict[Key, Repeat] = {}
 
 
-def key_of(arrays: tuple[Any, ...], options: tuple[Any, ...], window: Any) -> Key | None:
-    """What a call depends on besides addresses; None if it is not to be kept.
+class Lengths(NamedTuple):
+    """Arguments of a call that may be arrays."""
+
+    kv_len: Any = None
+    kv_start: Any = None
+    block_table: Any = None
+
+
+NO_LENGTHS = Lengths()
+
+
+def key_of(
+    arrays: tuple[Any, ...], options: tuple[Any, ...], window: Any, lengths: Lengths = NO_LENGTHS
+) -> Key | None:
+    """What a call depends on besides addresses and lengths; None if it is not to be kept.
 
     options: its other arguments, which must be scalars. Equal ones of other types (1 and True) are
     not the same argument, so their types are part of the key.
@@ -36,7 +52,8 @@ def key_of(arrays: tuple[Any, ...], options: tuple[Any, ...], window: Any) -> Ke
     kinds = tuple(map(type, options))
     if not SCALARS.issuperset(kinds):
         return None
-    key: Key = (get_num_threads(), options, kinds)
+    kind = None if lengths is NO_LENGTHS else lengths.block_table is not None
+    key: Key = (kind, get_num_threads(), options, kinds)
     for a in arrays:
         if type(a) is not np.ndarray:
             return None
@@ -49,11 +66,45 @@ def find(key: Key | None) -> Repeat | None:
     return _known.get(key) if key is not None else None
 
 
+def ranges_and_table(
+    known: Repeat, k: np.ndarray, align: Any, lengths: Lengths
+) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """Operands.ranges and block_table of a call like one with lengths that was made before; None if
+    these want another plan. Errors are those of check().
+    """
+    lead, seqlen_q = known.lead, known.problem.seqlen_q
+    kv_len, kv_start, block_table = lengths
+    of_entries = align, None, kv_len, kv_start
+    if block_table is None:
+        ranges, *_ = lengths_of(lead, seqlen_q, k.shape[-2], *of_entries, True)
+        return None if ranges is None else (ranges, None)
+    table = table_of(block_table)
+    if table.shape[:-1] != lead:
+        return None
+    ranges, table, keys = places_of(table, k.shape[::2], lead, seqlen_q, *of_entries)
+    return (ranges, table) if keys == known.problem.seqlen_k else None
+
+
+def answer(key: Key, arrays: tuple[Any, ...], align: Any, lengths: Lengths) -> np.ndarray | None:
+    """The result of a call, if one like it has been made before."""
+    known = _known.get(key)
+    if known is None:
+        return None
+    if lengths is NO_LENGTHS:
+        return known.run(arrays)
+    places = ranges_and_table(known, arrays[1], align, lengths)
+    return None if places is None else known.run(arrays, *places)
+
+
 def keep(
     key: Key, arrays: tuple[np.ndarray, ...], plan: Plan, operands: Operands, shape: tuple[int, ...]
 ) -> None:
-    """Keep a call that has been answered by a result of `shape`, unless check() copied an array."""
-    if plan.backend != "cpu" or operands.ranges is not None or operands.out.ndim > 4:
+    """Keep a call that has been answered by a result of `shape`, unless check() copied an array or
+    made views of the keys that its lengths name.
+    """
+    if plan.backend != "cpu" or operands.out.ndim > 4:
+        return
+    if (key[0] is None) != (operands.ranges is None):
         return
     from .cpu.layout import address
     from .cpu.run import Repeat

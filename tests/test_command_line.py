@@ -166,6 +166,7 @@ for dtype in ("float16", ml_dtypes.bfloat16, "float32", "float64"):
     k = np.ones((2, 3000, 16), dtype)
     with fastattn.num_threads(2):
         fastattn.attention(q[:, :20], k, k, backend="cpu")
+        fastattn.attention(q[:, :20], k[:, None], k[:, None], block_table=[1], backend="cpu")
     out, lse = fastattn.attention(q, q, q, return_lse=True)
     fastattn.attention_backward(out, q, q, q, out, lse, backend="cpu")
     if q.dtype in (np.float32, np.float64):

@@ -258,7 +258,7 @@ RULES = [
     ({"alibi_slopes": ones(3)}, "alibi_slopes must have shape (4,)"),
     ({"softmax_scale": np.nan}, "softmax_scale must be finite"),
     ({"window_size": None}, "window_size must be a pair of ints"),
-    ({"return_softmax_lse": 1}, "return_lse must be a bool"),
+    ({"return_softmax_lse": 1}, "return_softmax_lse must be a bool"),
 ]
 
 

@@ -25,4 +25,10 @@ def kernels() -> dict[Hashable, Callable[[VectorUnit], Callable]]:
 def words(key: Hashable) -> str:
     """A key in a few words."""
     parts = key if isinstance(key, tuple) else (key,)
-    return " ".join(part.storage if isinstance(part, Variant) else str(part) for part in parts)
+    return " ".join(map(_word, parts))
+
+
+def _word(part: object) -> str:
+    if isinstance(part, Variant):
+        return part.storage + " on pages" * part.paged
+    return str(part)

@@ -35,6 +35,7 @@ UNLIMITED = 1 << 40  # a window side of None: past any key
 FLOP_PER_CALL = 500_000_000  # a kernel returns after this much, 5 to 50 ms, to let Python act
 _UNTOUCHED = -1.0  # no sum of exponentials
 _Q, _K, _V, _OUT = (PLACE[name] for name in ("q", "k", "v", "out"))
+_RANGES, _TABLE, _MAX_PAGES = (PLACE[n] for n in ("ranges", "block_table", "max_pages"))
 
 
 def unavailable(variant: Variant) -> str:
@@ -61,7 +62,8 @@ def built_in_kernels() -> list[tuple[str, Variant]]:
     """(name, variant) of every kernel that calls without modifiers may need."""
     stored = [("float32", "float32"), ("float64", "float64")]
     stored += [("float32", "float16"), ("float32", "bfloat16")]
-    return [(name, Variant(*types)) for types in stored for name in ("forward", "combine")]
+    kernels = [(name, Variant(*types)) for types in stored for name in ("forward", "combine")]
+    return kernels + [("forward", Variant(*types, paged=True)) for types in stored]
 
 
 def kernel(name: str, variant: Variant) -> compile.Kernel:
@@ -241,18 +243,26 @@ def _draw(plan: Plan, prepared: _Prepared, job: Array, keep: tuple[Any, ...]) ->
 
 
 class Repeat:
-    """A call without options that are arrays, ready for other arrays of the same layout."""
+    """A call whose options are numbers and lengths, ready for other arrays of the same layout."""
 
     def __init__(self, plan: Plan, operands: Operands, shape: tuple[int, ...]):
         """shape: of the result, as many elements as operands.out."""
+        self.problem, self.lead = plan.problem, operands.q.shape[:-3]
         self._plan, self._prepared = plan, _prepare(plan)
         self._shape, self._axes = _order(operands.out, shape)
         self._dtype = operands.out.dtype
         self._job = _job(self._prepared, plan.problem, operands, None, [])
 
-    def run(self, arrays: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray | None:
+    def run(
+        self,
+        arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
+        ranges: np.ndarray | None = None,
+        table: np.ndarray | None = None,
+    ) -> np.ndarray | None:
         """Return the result for q, k and v; None if one is not aligned, which its layout does not
         say, or if there is too little memory.
+
+        ranges, table  Operands.ranges and block_table, if the call had them
         """
         q, k, v = map(address, arrays)
         if (q | k | v) % self._dtype.itemsize:
@@ -262,8 +272,12 @@ class Repeat:
             out = out.transpose(self._axes)
         job = Job.from_buffer_copy(self._job)
         job[_Q], job[_K], job[_V], job[_OUT] = q, k, v, address(out)
+        if ranges is not None:
+            job[_RANGES] = address(ranges)
+        if table is not None:
+            job[_TABLE], job[_MAX_PAGES] = address(table), table.shape[-1]
         try:
-            _draw(self._plan, self._prepared, job, (arrays, out))
+            _draw(self._plan, self._prepared, job, (arrays, out, ranges, table))
         except MemoryError:
             return None
         return out

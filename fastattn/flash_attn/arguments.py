@@ -10,15 +10,21 @@ from ..arguments import integer
 from ..kinds import is_tensor, numpy_view
 
 NAMES = {"scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes"}
+NO_WINDOW = (None, None)
 WINDOW_RULE = "window_size must be a pair of ints, of which a negative one is no limit"
+
+
+def tokens_first(name: str, a: Any) -> np.ndarray:
+    """Return a view of an array (batch, seqlen, heads, dim)."""
+    a = numpy_view(name, a)
+    if a.ndim != 4:
+        raise ValueError(f"{name} must have shape (batch, seqlen, heads, dim), got {a.shape}")
+    return a
 
 
 def dense(name: str, a: Any) -> np.ndarray:
     """Return a view (batch, heads, seqlen, dim) of an array (batch, seqlen, heads, dim)."""
-    a = numpy_view(name, a)
-    if a.ndim != 4:
-        raise ValueError(f"{name} must have shape (batch, seqlen, heads, dim), got {a.shape}")
-    return a.swapaxes(1, 2)
+    return tokens_first(name, a).swapaxes(1, 2)
 
 
 def check_batch(**arrays: np.ndarray) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import repeat
 from ..api import run
 from ..arguments import flag, per_batch
 from ..arrays import NAMES as CORE_NAMES
@@ -13,12 +14,17 @@ from ..arrays import canonical, integers
 from ..check import check
 from ..errors import raising_argument_errors
 from ..kinds import is_tensor, like, numpy_view
-from .arguments import NAMES, check_batch, dense, window_of
+from ..problem import Operands, Problem
+from ..repeat import Lengths
+from .arguments import NAMES, NO_WINDOW, check_batch, tokens_first, window_of
 from .call import with_infinity
-from .rotation import turned
+from .rotation import angles_at, check_tables, turned
 
 CACHE_NAMES = CORE_NAMES._replace(k="k_cache", v="v_cache")
 OF_CORE = {**NAMES, "kv_len": "cache_seqlens", "kv_start": "cache_leftpad"}
+OF_CORE["return_lse"] = "return_softmax_lse"
+
+Places = tuple[np.ndarray, np.ndarray]  # pages and slots of rows
 
 
 class Cache(NamedTuple):
@@ -29,6 +35,7 @@ class Cache(NamedTuple):
     k: np.ndarray  # (num_pages, page_size, heads_kv, head_dim)
     v: np.ndarray  # (num_pages, page_size, heads_kv, head_dim_v)
     table: np.ndarray  # (batch, max_pages) ints
+    is_whole: bool  # one page for each entry, its own
 
     @property
     def capacity(self) -> int:
@@ -94,61 +101,73 @@ def flash_attn_with_kvcache(
     ------
     As flash_attn_func().
     """
-    rows = dense("q", q)
-    has_new = _has_new(k, v, cache_seqlens)
-    new = [dense(name, a).swapaxes(1, 2) for name, a in (("k", k), ("v", v))] if has_new else []
+    rows = tokens_first("q", q)
     cache = _cache_of(k_cache, v_cache, len(rows), cache_batch_idx, block_table)
-    lengths = kv_len = cache_seqlens
     window = window_of(window_size)
-    is_local = flag("causal", causal) or window != (None, None)
-    if has_new:
+    is_local = flag("causal", causal) or window != NO_WINDOW
+    places, new, kv_len = None, [], cache_seqlens
+    if _has_new(k, v, cache_seqlens):
+        new = [tokens_first("k", k), tokens_first("v", v)]
         check_batch(q=rows, k=new[0], v=new[1])
         lengths = _lengths(cache_seqlens, len(rows), cache.capacity)
         kv_len = lengths + new[0].shape[1]
-        _check_new(cache, k_cache, v_cache, lengths, new)
-    if has_new and (rotary_cos is not None or rotary_sin is not None):
-        angles = _angles(rotary_cos, rotary_sin)
-        interleaved = flag("rotary_interleaved", rotary_interleaved)
-        new[0] = _turned("k", new[0], lengths, angles, interleaved, True)
-        q_turned = _turned("q", rows.swapaxes(1, 2), lengths, angles, interleaved, is_local)
-        rows = q_turned.swapaxes(1, 2)
-    options: dict[str, Any] = {"scale": softmax_scale, "causal": causal, "window": window}
-    options |= {
-        "softcap": softcap,
-        "alibi": alibi_slopes,
-        "kv_len": kv_len,
-        "kv_start": cache_leftpad,
-    }
-    places = _places(cache, lengths, new[0].shape[1]) if has_new else None
-    out, lse = _attend(rows, cache, places, new, return_softmax_lse, options)
+        places = _checked_places(cache, k_cache, v_cache, lengths, new)
+        if rotary_cos is not None or rotary_sin is not None:
+            angles = _angles(rotary_cos, rotary_sin)
+            interleaved = flag("rotary_interleaved", rotary_interleaved)
+            rows, new[0] = _turned(rows, new[0], lengths, angles, interleaved, is_local)
+    options: dict[str, Any] = {"scale": softmax_scale, "causal": causal, "softcap": softcap}
+    options |= {"window": window, "alibi": alibi_slopes, "return_lse": return_softmax_lse}
+    lengths_of_keys = Lengths(kv_len, cache_leftpad, cache.table)
+    out, lse = _attend(rows, cache, lengths_of_keys, options, places, new)
     return (like(q, out), with_infinity(like(q, lse))) if return_softmax_lse else like(q, out)
 
 
 def _attend(
     rows: np.ndarray,
     cache: Cache,
-    places: tuple[np.ndarray, np.ndarray] | None,
-    new: list[np.ndarray],
-    return_lse: bool,
+    lengths: Lengths,
     options: dict[str, Any],
+    places: Places | None,
+    new: list[np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Check what is left to be checked, write the new keys and values to their places, attend."""
-    batch, heads, seqlen_q, _ = rows.shape
-    out = np.empty((batch, seqlen_q, heads, cache.v.shape[-1]), rows.dtype)
-    options |= {"out": out.swapaxes(1, 2), "return_lse": return_lse, "names": CACHE_NAMES}
-    k, v = cache.k.swapaxes(1, 2), cache.v.swapaxes(1, 2)
-    problem, operands = check(rows, k, v, block_table=cache.table, **options)
+    views = rows.swapaxes(1, 2), cache.k.swapaxes(1, 2), cache.v.swapaxes(1, 2)
+    key = ready = None
+    if options["alibi"] is None and options["return_lse"] is False:
+        scalars = ("kvcache", options["scale"], options["causal"], options["softcap"])
+        key = repeat.key_of(views, scalars, options["window"], lengths)
+    known = repeat.find(key)
+    if known is not None:
+        ready = repeat.ranges_and_table(known, views[1], "bottom_right", lengths)
+    checked = None if ready else _checked(views, lengths, options)
     if places is not None:
         cache.k[places], cache.v[places] = new
-    run(problem, operands, "auto")
-    return out, operands.lse
+    found = known.run(views, *ready) if known and ready else None
+    if found is not None:
+        return found.swapaxes(1, 2), None
+    problem, operands = checked or _checked(views, lengths, options)
+    chosen = run(problem, operands, "auto")
+    if key is not None and chosen is not None:
+        repeat.keep(key, views, chosen, operands, operands.out.shape)
+    return operands.out.swapaxes(1, 2), operands.lse
+
+
+def _checked(
+    views: tuple[np.ndarray, np.ndarray, np.ndarray], lengths: Lengths, options: dict[str, Any]
+) -> tuple[Problem, Operands]:
+    """Check a call, its result to be C-contiguous with the heads behind the tokens."""
+    (batch, heads, seqlen_q, _), dim = views[0].shape, views[2].shape[-1]
+    out = np.empty((batch, seqlen_q, heads, dim), views[0].dtype).swapaxes(1, 2)
+    options = {**lengths._asdict(), **options}
+    return check(*views, **options, out=out, names=CACHE_NAMES)
 
 
 def _cache_of(
     k_cache: Any, v_cache: Any, batch: int, cache_batch_idx: Any, block_table: Any
 ) -> Cache:
     """Return the cache, one page for each entry if it has no pages."""
-    k, v = (dense(*pair).swapaxes(1, 2) for pair in (("k_cache", k_cache), ("v_cache", v_cache)))
+    k, v = tokens_first("k_cache", k_cache), tokens_first("v_cache", v_cache)
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError("cache_batch_idx must be None with block_table, got both")
@@ -162,7 +181,7 @@ def _cache_of(
         raise ValueError(f"k_cache must have a row for each of {batch} of q, got {len(k)}")
     else:
         table = np.arange(batch)[:, None]
-    return Cache(k, v, table)
+    return Cache(k, v, table, block_table is None and cache_batch_idx is None)
 
 
 def _lengths(cache_seqlens: Any, batch: int, capacity: int) -> np.ndarray:
@@ -188,43 +207,50 @@ def _has_new(k: Any, v: Any, cache_seqlens: Any) -> bool:
     return True
 
 
-def _check_new(
+def _checked_places(
     cache: Cache, k_cache: Any, v_cache: Any, lengths: np.ndarray, new: list[np.ndarray]
-) -> None:
-    """Raise unless new keys and values can be written where they belong."""
-    given = ("k", cache.k, k_cache, new[0]), ("v", cache.v, v_cache, new[1])
-    for name, rows, owner, a in given:
-        if not isinstance(owner, np.ndarray) and not is_tensor(owner):
-            rule = f"{name}_cache must be an array of NumPy or a tensor, to be written"
-            raise TypeError(f"{rule}, got {type(owner).__name__}")
-        if a.dtype != rows.dtype:
-            rule = f"{name} must have the dtype of {name}_cache"
-            raise TypeError(f"{rule}, {rows.dtype}, got {a.dtype}")
-        if a.shape[2:] != rows.shape[2:] or a.shape[1] != new[0].shape[1]:
-            wanted = (len(a), new[0].shape[1], *rows.shape[2:])
-            raise ValueError(f"{name} must have shape {wanted}, got {a.shape}")
-        if not rows.flags.writeable or canonical(rows) is not rows:
-            rule = f"{name}_cache must be writeable, native and aligned"
-            raise ValueError(f"{rule}, got {rows.dtype} with strides {rows.strides}")
-    room = cache.capacity - new[0].shape[1]
-    if (lengths > room).any():
-        rule = f"cache_seqlens must leave room for {new[0].shape[1]} rows of {cache.capacity}"
+) -> Places:
+    """Return where new keys and values belong; raise unless they can be written there."""
+    count = new[0].shape[1]
+    _check_written("k", cache.k, k_cache, new[0], count)
+    _check_written("v", cache.v, v_cache, new[1], count)
+    if np.count_nonzero(lengths > cache.capacity - count):
+        rule = f"cache_seqlens must leave room for {count} rows of {cache.capacity}"
         raise ValueError(f"{rule}, got {lengths.max()}")
-    pages, slots = _places(cache, lengths, new[0].shape[1])
+    rows, size = lengths[:, None], cache.k.shape[1]
+    if count != 1:
+        rows = rows + np.arange(count)
+    if cache.is_whole:
+        return cache.table, rows
+    pages = cache.table[np.arange(len(rows))[:, None], rows // size]
     bad = (pages < 0) | (pages >= len(cache.k))
     if bad.any():
         rule = f"block_table must hold pages from 0 to {len(cache.k) - 1} where there are keys"
         raise ValueError(f"{rule}, got {pages[bad][0]}")
-    places = (pages.astype(np.int64) * cache.k.shape[1] + slots).ravel()
-    if len(places) > new[0].shape[1] and len(np.unique(places)) != len(places):
-        raise ValueError("k and v must go to rows of their own, got two for one row of the cache")
+    slots = rows % size
+    if len(rows) > 1:
+        places = (pages.astype(np.int64) * size + slots).ravel().tolist()
+        if len(set(places)) != len(places):
+            raise ValueError(
+                "k and v must go to rows of their own, got two for one row of the cache"
+            )
+    return pages, slots
 
 
-def _places(cache: Cache, lengths: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (pages, slots), (batch, count) each, of the rows that follow those in use."""
-    rows = lengths[:, None] + np.arange(count)
-    pages = np.take_along_axis(cache.table, rows // cache.k.shape[1], axis=1)
-    return pages, rows % cache.k.shape[1]
+def _check_written(name: str, rows: np.ndarray, owner: Any, new: np.ndarray, count: int) -> None:
+    """Raise unless `new` can be written to `rows`, the cache that the caller passed."""
+    if not isinstance(owner, np.ndarray) and not is_tensor(owner):
+        rule = f"{name}_cache must be an array of NumPy or a tensor, to be written"
+        raise TypeError(f"{rule}, got {type(owner).__name__}")
+    if new.dtype != rows.dtype:
+        rule = f"{name} must have the dtype of {name}_cache"
+        raise TypeError(f"{rule}, {rows.dtype}, got {new.dtype}")
+    if new.shape[2:] != rows.shape[2:] or new.shape[1] != count:
+        wanted = (len(new), count, *rows.shape[2:])
+        raise ValueError(f"{name} must have shape {wanted}, got {new.shape}")
+    if not rows.flags.writeable or canonical(rows) is not rows:
+        rule = f"{name}_cache must be writeable, native and aligned"
+        raise ValueError(f"{rule}, got {rows.dtype} with strides {rows.strides}")
 
 
 def _angles(rotary_cos: Any, rotary_sin: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -234,16 +260,24 @@ def _angles(rotary_cos: Any, rotary_sin: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _turned(
-    name: str,
-    x: np.ndarray,
-    first: np.ndarray,
-    angles: tuple[np.ndarray, np.ndarray],
+    q: np.ndarray,
+    new_k: np.ndarray,
+    lengths: np.ndarray,
+    tables: tuple[np.ndarray, np.ndarray],
     interleaved: bool,
     in_steps: bool,
-) -> np.ndarray:
-    """Return x (batch, tokens, heads, head_dim), row i turned to position first[b] + i, or all to
-    first[b].
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return queries and new keys, (batch, tokens, heads, head_dim), turned: keys to positions
+    lengths[b] + t, queries likewise or all to lengths[b].
     """
-    positions = first[:, None] + np.arange(x.shape[1] if in_steps else 1)
-    names = name, "rotary_cos", "rotary_sin"
-    return turned(x, *angles, positions, interleaved, names)
+    for name, x in (("k", new_k), ("q", q)):
+        check_tables(x, *tables, (name, "rotary_cos", "rotary_sin"))
+    first, tokens, heads = lengths[:, None], new_k.shape[1], q.shape[2]
+    angles = angles_at(*tables, first + np.arange(tokens), "rotary_cos")
+    if (*q.shape[:2], q.shape[3]) == (*new_k.shape[:2], new_k.shape[3]) and (
+        in_steps or tokens == 1
+    ):
+        both = turned(np.concatenate((q, new_k), axis=2), angles, interleaved)
+        return both[:, :, :heads], both[:, :, heads:]
+    of_q = angles_at(*tables, first + np.arange(q.shape[1] if in_steps else 1), "rotary_cos")
+    return turned(q, of_q, interleaved), turned(new_k, angles, interleaved)

@@ -10,7 +10,7 @@ from ...arguments import cumulative_of, flag, per_batch
 from ...arrays import canonical
 from ...errors import raising_argument_errors
 from ...kinds import is_tensor, like, numpy_view
-from ..rotation import turned
+from ..rotation import angles_at, check_tables, turned
 
 ANY = 2**40  # offsets are only bounded by the tables
 
@@ -60,7 +60,9 @@ def apply_rotary_emb(
         _check_writeable(x, array)
     positions = _positions(array, seqlen_offsets, cu_seqlens)
     tables = numpy_view("cos", cos), numpy_view("sin", sin)
-    found = turned(array, *tables, positions, flag("interleaved", interleaved))
+    check_tables(array, *tables)
+    angles = angles_at(*tables, positions)
+    found = turned(array, angles, flag("interleaved", interleaved))
     if not inplace:
         return like(x, found)
     array[...] = found
