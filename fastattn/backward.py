@@ -11,7 +11,7 @@ import numpy as np
 from . import guards
 from .api import attention, attention_varlen
 from .arguments import flag
-from .check import CPU_BACKENDS, check_backend
+from .check import check_backend
 from .check_backward import (
     bias_gradient,
     check_backward,
@@ -20,6 +20,7 @@ from .check_backward import (
 )
 from .kinds import like, numpy_view
 from .large_rows import is_ordinary, weights_of_sinks
+from .launch import placement_of
 from .plan import plan_backward
 from .problem import Gradients, Operands, Plan, Problem
 from .signatures import passing_keywords_to
@@ -65,7 +66,7 @@ def attention_backward(
     arguments : scale, causal, align, window, chunk, softcap, bias, mask, alibi, sinks, q_len,
         kv_len, kv_start, score_mod, mask_mod, aux, block_mask, dropout_p and dropout_seed, as in
         the call of attention() that gave out and lse
-    backend : "auto", "numpy" or "cpu". Only "auto" falls back.
+    backend : "auto", "numpy", "cpu" or "cuda", as in attention()
 
     Returns
     -------
@@ -92,7 +93,7 @@ def attention_backward(
     ----------
     Dao 2023, FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
-    check_backend(backend, CPU_BACKENDS)
+    check_backend(backend)
     wanted = wanted_of(return_dbias, return_dsinks, return_dalibi)
     problem, operands, gradients = check_backward(
         dout,
@@ -146,7 +147,7 @@ def attention_varlen_backward(
     ------
     As attention_backward().
     """
-    check_backend(backend, CPU_BACKENDS)
+    check_backend(backend)
     wanted = wanted_of(False, return_dsinks, return_dalibi)
     problem, operands, gradients = check_packed_backward(
         dout,
@@ -170,7 +171,11 @@ def attention_varlen_backward(
 
 def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str) -> None:
     """Plan and run. Where there are no scores, the zeros stay."""
-    chosen = plan_backward(problem, backend)
+    placement = placement_of(operands._replace(out=gradients.dout), backend)
+    chosen = plan_backward(problem, backend, placement)
+    if placement is not None:
+        _launcher("cuda")(chosen, problem, operands, gradients)
+        return
     if gradients.dsinks is not None and not is_ordinary(operands.lse):  # type: ignore[arg-type]
         with np.errstate(all="ignore"):
             weights = weights_of_sinks(operands.sinks, operands.lse)  # type: ignore[arg-type]
@@ -197,6 +202,8 @@ def _launcher(backend: str) -> Callable[[Plan, Problem, Operands, Gradients], No
     """Import and return one backend's run()."""
     if backend == "cpu":
         from .cpu.run_backward import run
+    elif backend == "cuda":
+        from .cuda.run_backward import run
     else:
         from .gradients import run
     return run

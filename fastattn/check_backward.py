@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from .arrays import NAMES, canonical, float_name
+from .arrays import NAMES, canonical, check_places, float_name
 from .check import check, check_packed
-from .kinds import numpy_view
+from .kinds import array_view, is_device_view, new_array
 from .problem import Gradients, Operands, Problem
 
 RETURNS = ("dbias", "dsinks", "dalibi")  # on demand, in this order
@@ -54,11 +54,12 @@ def check_operands(
     """Return (problem, operands, dout, dlse) of check_backward(), and allocate nothing."""
     _check_wanted(wanted, arguments)
     # Lengths are never folded into views: then all arrays that take gradients have the sizes of k.
-    q, k, v = map(numpy_view, NAMES, (q, k, v))  # there are no gradients for a GPU's arrays
+    q, k, v = map(array_view, NAMES, (q, k, v))
     problem, operands = check(q, k, v, **arguments, fold=False, results=False)
     rank_2 = operands.q.ndim == 3 and np.ndim(q) == np.ndim(k) == np.ndim(v) == 2
     given = operands.out.shape[1:] if rank_2 else operands.out.shape
-    dout, out, lse, dlse = _results((dout, out, lse, dlse), given, given[:-1], problem)
+    results = dout, out, lse, dlse
+    dout, out, lse, dlse = _results(operands.q, results, given, given[:-1], problem)
     if rank_2:
         dout, out, lse = dout[None], out[None], lse[None]
         dlse = None if dlse is None else dlse[None]
@@ -83,11 +84,11 @@ def check_packed_backward(
 ) -> tuple[Problem, Operands, Gradients]:
     """Return what check_packed() does, likewise, for attention_varlen_backward()."""
     _check_wanted(wanted, arguments)
-    q, k, v = map(numpy_view, NAMES, (q, k, v))
+    q, k, v = map(array_view, NAMES, (q, k, v))
     problem, operands = check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **arguments)
     _, heads_q, tokens, head_dim_v = operands.out.shape
     shapes = (tokens, heads_q, head_dim_v), (heads_q, tokens)
-    dout, out, lse, dlse = _results((dout, out, lse, dlse), *shapes, problem)
+    dout, out, lse, dlse = _results(operands.q, (dout, out, lse, dlse), *shapes, problem)
     dout, out = (a.swapaxes(0, 1)[None] for a in (dout, out))
     lse, dlse = lse[None], None if dlse is None else dlse[None]
     operands = operands._replace(out=out, lse=lse)
@@ -104,9 +105,15 @@ def _check_wanted(wanted: tuple[str, ...], arguments: dict[str, Any]) -> None:
 
 
 def _results(
-    arrays: tuple[Any, ...], shape: tuple[int, ...], rows: tuple[int, ...], problem: Problem
+    q: np.ndarray,
+    arrays: tuple[Any, ...],
+    shape: tuple[int, ...],
+    rows: tuple[int, ...],
+    problem: Problem,
 ) -> list[Any]:
-    """Return dout, out, lse and dlse as canonical arrays; the last may be None."""
+    """Return dout, out, lse and dlse as canonical arrays in the memory of q; the last may be
+    None.
+    """
     storage, dtype = problem.variant.storage, problem.variant.dtype
     whole, per_row = (shape, storage), (rows, dtype)
     rules = ("dout", *whole), ("out", *whole), ("lse", *per_row), ("dlse", *per_row)
@@ -115,12 +122,13 @@ def _results(
         if value is None and name == "dlse":
             found.append(None)
             continue
-        a = numpy_view(name, value)
+        a = array_view(name, value)
         if float_name(a.dtype) != kind:
             raise TypeError(f"{name} must be {kind}, got {a.dtype}")
         if a.shape != wanted:
             raise ValueError(f"{name} must have shape {wanted}, got {a.shape}")
         found.append(canonical(a))
+    check_places(NAMES, q, zip(("dout", "out", "lse", "dlse"), found, strict=True))
     return found
 
 
@@ -153,8 +161,12 @@ def _gradients(
     wanted: tuple[str, ...],
     arguments: dict[str, Any],
 ) -> Gradients:
-    """Return zeros for what is wanted, in the dtype that is computed in."""
+    """Return zeros for what is wanted, in the dtype that is computed in; on a GPU, memory without
+    contents in the dtype of the results.
+    """
     dtype = problem.variant.dtype
+    if is_device_view(operands.q):
+        return _device_gradients(operands, dout, dlse, wanted)
     dq, dk, dv = (np.zeros(a.shape, dtype) for a in operands[:3])
     dbias = dalibi = dsinks = None
     if "dbias" in wanted and operands.bias is not None:
@@ -165,6 +177,26 @@ def _gradients(
     if "dsinks" in wanted:
         dsinks = np.zeros(problem.heads_q, dtype)
     return Gradients(dout, dlse, dq, dk, dv, dbias, dalibi, dsinks)
+
+
+def _device_gradients(
+    operands: Operands, dout: np.ndarray, dlse: np.ndarray | None, wanted: tuple[str, ...]
+) -> Gradients:
+    q, packed = operands.q, operands.starts is not None
+    if wanted:
+        raise NotImplementedError(f"return_{wanted[0]} is not supported for arrays of a GPU")
+    found = {}
+    for name, a in zip(NAMES, operands[:3], strict=False):
+        if any(stride == 0 and size > 1 for stride, size in zip(a.strides, a.shape, strict=True)):
+            rule = f"{name} of a GPU must not be broadcast for gradients"
+            raise ValueError(f"{rule}, got strides {a.strides}. Copy it, and sum its gradient.")
+        *lead, heads, rows, width = a.shape
+        if packed:  # as the caller has them: tokens first
+            own = new_array(q, (*lead, rows, heads, width), a.dtype).swapaxes(-3, -2)
+        else:
+            own = new_array(q, a.shape, a.dtype)
+        found["d" + name] = own
+    return Gradients(dout, dlse, **found, dbias=None, dalibi=None, dsinks=None)
 
 
 def _in_steps_of(own: np.ndarray, scores: np.ndarray) -> np.ndarray:

@@ -47,18 +47,18 @@ def plan(problem: Problem, backend: str = "auto", placement: Placement | None = 
     ValueError   another backend than "cuda" is asked for arrays of a GPU
     """
     if backend == "cuda" or (placement is not None and placement.on_device):
-        return _cuda_plan(problem, backend, placement or IN_HOST_MEMORY)
+        return _cuda_plan(problem, backend, placement or IN_HOST_MEMORY, False)
     return _plan(problem, backend, get_num_threads())
 
 
 @lru_cache(maxsize=1024)
-def _cuda_plan(problem: Problem, backend: str, placement: Placement) -> Plan:
+def _cuda_plan(problem: Problem, backend: str, placement: Placement, gradients: bool) -> Plan:
     if backend not in ("auto", "cuda"):
         rule = f"backend={backend!r} needs arrays in the memory of the CPU, got arrays of a GPU"
         raise ValueError(f"{rule}. Copy them, or use backend='cuda'.")
     from .cuda.choice import choice_or_reason
 
-    choice, why_not = choice_or_reason(problem, placement)
+    choice, why_not = choice_or_reason(problem, placement, gradients)
     if choice is None:
         raise ImportError(f"backend='cuda' cannot run here: {why_not}")
     away = "the arrays are in the memory of a GPU" if placement.on_device else "not asked for"
@@ -113,8 +113,12 @@ def _choose(
     return _numpy_plan(problem, "the fallback that always answers", why_not, num_threads)
 
 
-def plan_backward(problem: Problem, backend: str = "auto") -> Plan:
+def plan_backward(
+    problem: Problem, backend: str = "auto", placement: Placement | None = None
+) -> Plan:
     """Return how the gradients of `problem` will be computed. Errors are those of plan()."""
+    if backend == "cuda" or (placement is not None and placement.on_device):
+        return _cuda_plan(problem, backend, placement or IN_HOST_MEMORY, True)
     return _plan_backward(problem, backend, get_num_threads())
 
 

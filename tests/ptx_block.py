@@ -217,8 +217,15 @@ class Block:
 
     def _cvt(self, parts, operands, mask):
         bits = arithmetic.bits_of(parts[-1])
-        values = [self._value(x, bits) for x in operands[1:]]
+        values = [self._low(x, bits) for x in operands[1:]]
         self._put(operands[0], arithmetic.convert(parts, values), mask)
+
+    def _low(self, operand, bits):
+        """The low bits of a register that may have more, which is how cvt reads one."""
+        value = self.registers.get(operand)
+        if value is None or value.dtype.itemsize * 8 <= bits:
+            return self._value(operand, bits)
+        return value.astype(arithmetic.UNSIGNED[bits])
 
     def _cvta(self, parts, operands, mask):
         self._put(operands[0], self._value(operands[1], 64), mask)
@@ -343,9 +350,12 @@ class Block:
 
     def _shfl(self, parts, operands, mask):
         self._whole_warps(mask)
-        source, by = self._value(operands[1], 32), int(operands[2])
+        source, by = self._value(operands[1], 32), self._value(operands[2], 32).astype(np.int64)
         fellow = self.threads ^ by if parts[2] == "bfly" else self.threads // LANES * LANES + by
-        self._put(operands[0], source[fellow], mask)
+        to, _, exists = operands[0].partition("|")
+        self._put(to, source[fellow], mask)
+        if exists:
+            self._put(exists, np.ones(self.count, bool), mask)
 
     def _vote(self, parts, operands, mask):
         self._whole_warps(mask)

@@ -40,6 +40,11 @@ def functions(dtype):
     return SimpleNamespace(**{name: getattr(np, name) for name in names})
 
 
+def lane_xor(dtype):
+    """Of a row that has one thread there is no other."""
+    return None
+
+
 def load(name):
     stored, seen = STORED[name], SEEN[name]
     size = np.dtype(stored).itemsize

@@ -275,7 +275,8 @@ REFUSED = [
     ("attention(g, g, g)", "out must be given where q is of __main__, which fastattn cannot ask"),
     ("attention(g, g, g, out=g, kv_len=gi)", "kv_len must be an array in the memory of the CPU, g"),
     ("attention(g, g, g, out=o, alibi=gh)", "alibi of a GPU must be float32 and contiguous, got f"),
-    ("attention_backward(g, g, g, g, g, g)", "q must be an array in the memory of the CPU, got"),
+    ("attention_backward(g, g, g, g, g, gl)", "out must be given where q is of __main__, which"),
+    ("attention_backward(q, g, g, g, g, gl)", "dout must be in the memory of q, that of GPU 1, g"),
     ("attention(g, g, g, out=g)", "out must not overlap q, got arrays that share memory"),
     ("attention_weights(g, q)", "k must be in the memory of q, that of GPU 1, got an array in the"),
 ]
@@ -287,6 +288,7 @@ library.fake_ordinal(1)
 q = ones(3, 8)
 g, o, gb = Array(q), Array(q.copy()), Array(np.ones((3, 3), bool))
 gh, gi = Array(np.ones(1, np.float16)), Array(np.ones(1, np.int64))
+gl = Array(ones(3))
 messages = []
 for call in {[call for call, _ in REFUSED]}:
     try:

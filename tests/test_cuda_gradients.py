@@ -1,67 +1,34 @@
-"""The kernels of gradients on the emulated device, against the oracle."""
+"""Gradients on the emulated device, through attention_backward(), against the oracle."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import gradient_oracle
 import numpy as np
 import oracle
 import pytest
 from cuda_assembled import assemble, need_assembler
-from cuda_emulated import SM_80, SM_90, Device, inputs, need_numba_cuda
-from ptx_block import launch
+from cuda_emulated import SM_80, SM_90, inputs, need_numba_cuda
+from emulated_gpu import emulated_gpu
 
 import fastattn
-from fastattn.check_backward import check_backward
-from fastattn.cuda import compile
-from fastattn.cuda.job import PARTS, GradientJob
-from fastattn.cuda.packing import job_of
-from fastattn.cuda.tensor.gradient_tilings import GradientTiling
+from fastattn.cuda import choice, compile
+from fastattn.cuda.tensor.gradient_tilings import GradientTiling, gradient_tiling
 
 need_numba_cuda()
 SMALL = GradientTiling("float16", 64, block_m=32, block_n=32, warps=2)
 
 
-def code(name, tiling, target=SM_80):
-    def build():
-        from fastattn.cuda.tensor import gradients
-
-        makers = {
-            "delta": lambda: gradients.delta_kernel(tiling.storage),
-            "query": lambda: gradients.query_kernel(tiling),
-            "key": lambda: gradients.key_kernel(tiling),
-        }
-        return makers[name]()
-
-    return compile.code((name, tiling), build, target).ptx
+def small_tiling(problem, **arguments):
+    """What gradient_tiling() says, in small blocks."""
+    return replace(gradient_tiling(problem, **arguments), block_m=32, block_n=32, warps=2)
 
 
-def gradients_of(tiling, dout, q, k, v, dlse=None, **flags):
-    """{"dq", "dk", "dv"} that the three kernels write."""
-    out, lse = fastattn.attention(q, k, v, return_lse=True, backend="numpy", **flags)
-    problem, operands, gradients = check_backward(dout, q, k, v, out, lse, dlse=dlse, **flags)
-    delta = np.full((problem.batch, problem.heads_q, problem.seqlen_q), np.nan, np.float32)
-    results = gradients.dq, gradients.dk, gradients.dv
-    device = Device(delta, *results)
-
-    class Pieces:
-        m_blocks, num_splits, split_n = -(-problem.seqlen_q // tiling.block_m), 1, 0
-
-    fields = job_of(problem, operands, Pieces, device.address)._asdict()
-    for name, array in (("dout", gradients.dout), *zip(("dq", "dk", "dv"), results, strict=True)):
-        steps = [stride // array.itemsize for stride in array.strides]
-        values = (device.address(array), 0, *([0] * (4 - array.ndim)), *steps)
-        fields |= {name + part: value for part, value in zip(PARTS, values, strict=True)}
-    fields["delta"] = device.address(delta)
-    fields["dlse"] = 0 if dlse is None else device.address(gradients.dlse)
-    job, memory = GradientJob(**fields), device.memory
-    launch(code("delta", tiling), memory, job, -(-delta.size // 128), 0)
-    queries = job.m_blocks * problem.heads_q * problem.batch
-    launch(code("query", tiling), memory, job, queries, tiling.shared_bytes)
-    blocks = -(-problem.seqlen_k // tiling.block_m)
-    keys = blocks * problem.heads_kv * problem.batch
-    launch(code("key", tiling), memory, job._replace(m_blocks=blocks), keys, tiling.shared_bytes)
-    device.fetch()
-    return dict(zip(("dq", "dk", "dv"), results, strict=True))
+def gradients_of(dout, q, k, v, out, lse, **flags):
+    with emulated_gpu(gradient_tiling=small_tiling):
+        found = fastattn.attention_backward(dout, q, k, v, out, lse, **flags, backend="cuda")
+    return dict(zip(("dq", "dk", "dv"), found, strict=True))
 
 
 CALLS = {
@@ -89,18 +56,41 @@ def test_gradient_of_lse():
     assert_gradients(SMALL, (1, 2, 1, 50, 50), dlse=dlse)
 
 
-def assert_gradients(tiling, sizes, **flags):
-    q, k, v = inputs(tiling, *sizes, head_dim_v=tiling.head_dim)
+def test_few_columns_at_odd_places():
+    """Rows that are no whole chunks, of bfloat16."""
+    assert_gradients(replace(SMALL, storage="bfloat16"), (1, 1, 1, 40, 40), (33, 17), causal=True)
+
+
+@pytest.mark.parametrize("place", ["q", "dout", "k", "v"])
+def test_what_is_not_seen_adds_nothing(place):
+    """A NaN makes NaN of what its row or key is seen by, and of nothing else."""
+    assert_gradients(SMALL, (1, 1, 1, 70, 70), window=(10, 0), poison=place)
+
+
+def assert_gradients(tiling, sizes, widths=(64, 64), poison="", **flags):
+    arrays = dict(zip("qkv", inputs(tiling, *sizes, *widths), strict=True))
+    q, k, v = arrays.values()
     dout = np.random.default_rng(3).standard_normal((*q.shape[:-1], v.shape[-1])).astype(q.dtype)
     if "q_len" in flags:
         for b, rows in enumerate(flags["q_len"]):
             dout[b, :, rows:] = 0
-    found = gradients_of(tiling, dout, q, k, v, **flags)
-    exact, _ = gradient_oracle.judge(dout, q, k, v, orders=1, **flags)
+    if poison:
+        arrays |= {"dout": dout}
+        arrays[poison][..., 45, 7] = np.nan
+    forward = {name: value for name, value in flags.items() if name != "dlse"}
+    out, lse = fastattn.attention(q, k, v, return_lse=True, backend="numpy", **forward)
+    found = gradients_of(dout, q, k, v, out, lse, **flags)
+    if poison:  # the oracle multiplies what is hidden by 0
+        exact = fastattn.attention_backward(dout, q, k, v, out, lse, **flags, backend="numpy")
+        exact = dict(zip(found, exact, strict=True))
+    else:
+        exact, _ = gradient_oracle.judge(dout, q, k, v, orders=1, **flags)
     for name, array in found.items():
+        assert array.dtype == q.dtype
+        array, truth = array.astype(np.float64), exact[name].astype(np.float64)
         # p and ds are rounded to the type of the inputs, as out was, whose products delta sums.
-        allowed = 3 * oracle.EPS[tiling.storage] * max(1, np.abs(exact[name]).max())
-        np.testing.assert_allclose(array, exact[name], rtol=0, atol=allowed, err_msg=name)
+        allowed = 3 * oracle.EPS[tiling.storage] * max(1, np.nanmax(np.abs(truth)))
+        np.testing.assert_allclose(array, truth, rtol=0, atol=allowed, err_msg=name)
 
 
 @pytest.mark.slow
@@ -109,8 +99,9 @@ def assert_gradients(tiling, sizes, **flags):
 def test_code(head_dim, target):
     """Nothing is spilled in the loop; with the products of p and ds there are three and four."""
     need_assembler()
-    for name, products in (("query", 3), ("key", 4)):
-        found = assemble(code(name, GradientTiling("bfloat16", head_dim), target))
+    for name, products in (("gradient_q", 3), ("gradient_kv", 4)):
+        key = name, GradientTiling("bfloat16", head_dim)
+        found = assemble(compile.code(key, choice.builder(key), target).ptx)
         # Three registers wait outside the loop for sm_90 where head_dim is 96.
         assert found.spilled <= 24
         assert not found.loop["STL"] + found.loop["LDL"]

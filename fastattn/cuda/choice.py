@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 from ..problem import Placement, Problem, Variant
 from . import compile, driver
+from .tensor.gradient_tilings import gradient_tiling
 from .tensor.tilings import SPLIT_N as TENSOR_SPLIT_N
 from .tensor.tilings import Tiling, forward_tiling
-from .tile import ROW_THREADS, SPLIT_N, grid_of, splits_of, tile_of
+from .tile import ROW_THREADS, SPLIT_N, WARP, grid_of, splits_of, tile_of
 
 TENSOR_CAPABILITY = (8, 0)  # whose tensor cores multiply both 16-bit types
 
@@ -25,6 +27,14 @@ class Kernel:
     shared_bytes: int = 0  # dynamic, of a block
 
 
+class Pieces(NamedTuple):
+    """Into what a grid cuts rows and keys, for the job."""
+
+    m_blocks: int
+    num_splits: int = 1
+    split_n: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How a problem is answered."""
@@ -35,9 +45,12 @@ class Choice:
     device: str  # its name and compute capability
     block_m: int
     block_n: int
-    m_blocks: int
-    num_splits: int
-    split_n: int
+    pieces: Pieces
+
+    @property
+    def num_splits(self) -> int:
+        """Parts of the keys."""
+        return self.pieces.num_splits
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows of text for a plan."""
@@ -78,9 +91,7 @@ def _simt(problem: Problem, device: str) -> Choice:
         device,
         tile.block_m,
         tile.block_n,
-        -(-problem.group * problem.seqlen_q // tile.block_m),
-        splits_of(problem),
-        SPLIT_N,
+        Pieces(-(-problem.group * problem.seqlen_q // tile.block_m), splits_of(problem), SPLIT_N),
     )
 
 
@@ -94,21 +105,90 @@ def _tensor(problem: Problem, tiling: Tiling, device: str) -> Choice:
         device,
         tiling.block_m,
         tiling.block_n,
-        tiling.m_blocks(problem),
-        max(num_splits, 1),
-        TENSOR_SPLIT_N,
+        Pieces(tiling.m_blocks(problem), max(num_splits, 1), TENSOR_SPLIT_N),
     )
 
 
-def choice_or_reason(problem: Problem, placement: Placement) -> tuple[Choice | None, str]:
+@dataclass(frozen=True, slots=True)
+class GradientChoice:
+    """How the gradients of a problem are found: kernels, one after another."""
+
+    kernels: tuple[tuple[Kernel, Pieces], ...]
+    name: str
+    reason: str
+    device: str
+    block_m: int
+    block_n: int
+    num_splits: int = 1
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Rows of text for a plan."""
+        blocks = (f"{kernel.grid[0]} of {kernel.threads}" for kernel, _ in self.kernels)
+        names = ("rows", "dq", "dk and dv")
+        threads = (f"{n} for {name}" for n, name in zip(blocks, names, strict=False))
+        kernel = f"{self.name}: {self.reason}"
+        return [("device", self.device), ("kernel", kernel), ("threads", ", ".join(threads))]
+
+
+@lru_cache(maxsize=1024)
+def choose_gradients(
+    problem: Problem, device: driver.Device, whole_rows: bool, options: bool = False
+) -> GradientChoice | None:
+    """The kernels for the gradients of a problem, or None; as in choose()."""
+    tiling = None
+    if device.capability >= TENSOR_CAPABILITY:
+        tiling = gradient_tiling(
+            problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
+        )
+    if tiling is None:
+        return None
+    variant, kernels = problem.variant, [_rows(problem, False)]
+    for name, heads, rows in (
+        ("gradient_q", problem.heads_q, problem.seqlen_q),
+        ("gradient_kv", problem.heads_kv, problem.seqlen_k),
+    ):
+        m_blocks = -(-rows // tiling.block_m)
+        grid = m_blocks * heads * problem.batch, 1, 1
+        kernel = Kernel((name, tiling), grid, tiling.threads, tiling.shared_bytes)
+        kernels.append((kernel, Pieces(m_blocks)))
+    return GradientChoice(
+        tuple(kernels),
+        "gradients",
+        f"tensor cores multiply {variant.storage}, sums are float32",
+        "{} ({}.{})".format(device.name, *device.capability),
+        tiling.block_m,
+        tiling.block_n,
+    )
+
+
+def _rows(problem: Problem, weighs: bool) -> tuple[Kernel, Pieces]:
+    """The kernel of gradient_rows.py, which comes first."""
+    variant = problem.variant if weighs else Variant(problem.variant.dtype, problem.variant.storage)
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    grid = -(-rows // (ROW_THREADS // WARP)), 1, 1
+    return Kernel(("gradient_rows", variant, weighs), grid, ROW_THREADS), Pieces(0)
+
+
+def choice_or_reason(
+    problem: Problem, placement: Placement, gradients: bool
+) -> tuple[Choice | GradientChoice | None, str]:
     """(the kernel, "") or (None, why there is none, in one line)."""
     why_not = driver.unavailable()
     if why_not:
         return None, why_not
-    device = driver.device(placement.ordinal)
-    choice = choose(problem, device, placement.whole_rows, placement.options)
-    why_not = compile.unavailable(choice.kernel.key, compile.ptx_target(device.capability))
-    return (None, why_not) if why_not else (choice, "")
+    device, where = driver.device(placement.ordinal), (placement.whole_rows, placement.options)
+    choice: Any = (choose_gradients if gradients else choose)(problem, device, *where)
+    if choice is None:
+        raise NotImplementedError(
+            "backend='cuda' computes gradients of float16 and bfloat16, head_dim up to 128, with "
+            "window, lengths and sinks, got others. Use backend='cpu'."
+        )
+    kernels = [kernel for kernel, _ in choice.kernels] if gradients else [choice.kernel]
+    for kernel in kernels:
+        why_not = compile.unavailable(kernel.key, compile.ptx_target(device.capability))
+        if why_not:
+            return None, why_not
+    return choice, ""
 
 
 def row_kernel(name: str, problem: Problem, rows: int) -> Kernel:
@@ -121,8 +201,9 @@ def builder(key: tuple[Hashable, ...]) -> Callable[[], compile.Source]:
     """What compile.code() builds this kernel with: only then are Numba and its module imported."""
 
     def build() -> compile.Source:
-        from . import combine, simt
+        from . import combine, gradient_rows, simt
         from .tensor.forward import forward_kernel
+        from .tensor.gradients import key_kernel, query_kernel
 
         name, *rest = key
         makers: dict[Hashable, Callable[..., compile.Source]] = {
@@ -130,6 +211,9 @@ def builder(key: tuple[Hashable, ...]) -> Callable[[], compile.Source]:
             "forward": forward_kernel,
             "combine": combine.combine_source,
             "missing": combine.missing_source,
+            "gradient_rows": gradient_rows.rows_source,
+            "gradient_q": query_kernel,
+            "gradient_kv": key_kernel,
         }
         return makers[name](*rest)
 

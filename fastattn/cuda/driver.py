@@ -10,15 +10,15 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .job import PACKER
+from .job import PACKERS
 
 OLDEST = 12000  # CUDA 12.0: it knows PTX 8.0, and memory in the order of a stream
 OLDEST_CAPABILITY = (7, 5)
@@ -181,9 +181,10 @@ class _Parameters(threading.local):
     """Where a thread packs a job; the driver copies it before a launch returns."""
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(PACKER.size)
+        size = max(packer.size for packer in PACKERS.values())
+        self.buffer = ctypes.create_string_buffer(size)
         first = ctypes.addressof(self.buffer)
-        places = range(first, first + PACKER.size, 8)
+        places = range(first, first + size, 8)
         self._pointers = (c_void_p * len(places))(*places)
         self.address = ctypes.addressof(self._pointers)
 
@@ -197,11 +198,11 @@ def launch(
     threads: int,
     shared_bytes: int,
     stream: int,
-    job: Sequence[float],
+    job: Any,
 ) -> None:
     """Start a kernel on a stream, with the fields of a job as its parameters."""
     parameters = _parameters
-    PACKER.pack_into(parameters.buffer, 0, *job)
+    PACKERS[type(job)].pack_into(parameters.buffer, 0, *job)
     status = _library().cuLaunchKernel(
         function, *grid, threads, 1, 1, shared_bytes, stream, parameters.address, None
     )
@@ -222,6 +223,11 @@ def allocate(nbytes: int, stream: int) -> int:
 def free(address: int, stream: int) -> None:
     """Give memory back once the stream has come to this point."""
     _call("cuMemFreeAsync", c_uint64(address), c_void_p(stream))
+
+
+def clear(address: int, nbytes: int, stream: int) -> None:
+    """Fill memory with zeros."""
+    _call("cuMemsetD8Async", c_uint64(address), c_ubyte(0), c_size_t(nbytes), c_void_p(stream))
 
 
 def to_device(address: int, array: np.ndarray, stream: int) -> None:

@@ -66,19 +66,26 @@ FIELDS = (
     "dropout_keys",  # address of Operands.dropout_keys, or 0
     *(operand + part for operand in OPERANDS for part in PARTS),
 )
-GRADIENT_OPERANDS = ("dout", "dq", "dk", "dv")
 # What the kernels of gradients get besides: lse and out are inputs to them.
+GRADIENT_OPERANDS = ("dout", "dlse", "dq", "dk", "dv")
 GRADIENT_FIELDS = (
     *FIELDS,
-    "delta",  # address of (batch, heads_q, seqlen_q) float32: sum(dout * out) - dlse
-    "dlse",  # of the same shape, or 0
+    # Addresses of (batch, heads_q, seqlen_q) numbers of Variant.dtype, of which gradient_rows.py
+    # says what they are
+    "delta",
+    "reference",
+    "weight",  # 0: all are 1
+    "sink_rows",  # 0: not wanted
     *(operand + part for operand in GRADIENT_OPERANDS for part in PARTS),
 )
 FLOATS = ("scale", "scale_log2", "q_sign", "softcap", "dropout_factor")
 UNLIMITED = 1 << 40  # a window side of None: past any key
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
 Job = namedtuple("Job", FIELDS, defaults=(0,) * len(FIELDS))  # type: ignore[misc]
-PLACE = {name: number for number, name in enumerate(FIELDS)}
 _ZEROS = (0,) * len(GRADIENT_FIELDS)
 GradientJob = namedtuple("GradientJob", GRADIENT_FIELDS, defaults=_ZEROS)  # type: ignore[misc]
-PACKER = struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in FIELDS))
+PLACE = {name: number for number, name in enumerate(GRADIENT_FIELDS)}  # in both
+PACKERS = {
+    kind: struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in fields))
+    for kind, fields in ((Job, FIELDS), (GradientJob, GRADIENT_FIELDS))
+}

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from .. import dropout
-from ..problem import Operands, Problem
-from .choice import Choice
-from .job import BIAS_KINDS, OPERANDS, PARTS, PLACE, UNLIMITED, Job
+from ..problem import Gradients, Operands, Problem
+from .choice import Pieces
+from .job import (
+    BIAS_KINDS,
+    GRADIENT_FIELDS,
+    GRADIENT_OPERANDS,
+    OPERANDS,
+    PARTS,
+    PLACE,
+    UNLIMITED,
+    GradientJob,
+    Job,
+)
 
 LOG2_E = 1.4426950408889634  # 1 / ln 2
 
@@ -18,7 +29,7 @@ AddressOf = Callable[[np.ndarray], int]
 
 
 def job_of(
-    problem: Problem, operands: Operands, choice: Choice, address_of: AddressOf, partial: int = 0
+    problem: Problem, operands: Operands, pieces: Pieces, address_of: AddressOf, partial: int = 0
 ) -> Job:
     """The job of a call.
 
@@ -28,27 +39,60 @@ def job_of(
     partial     address of (batch, heads_q, seqlen_q, num_splits, head_dim_v + 2) numbers of
                 Variant.dtype, if keys are split
     """
-    job: list[float] = list(_template(problem, choice))
+    job: list[float] = list(_template(problem, pieces))
     if partial:
-        parts = problem.batch * problem.heads_q * problem.seqlen_q * choice.num_splits
+        parts = problem.batch * problem.heads_q * problem.seqlen_q * pieces.num_splits
         itemsize = np.dtype(problem.variant.dtype).itemsize
         job[PLACE["partial"]] = partial
         job[PLACE["partial_state"]] = partial + parts * problem.head_dim_v * itemsize
-    for name in OPERANDS:
-        array = getattr(operands, name)
-        if array is not None:
-            first = PLACE[name]
-            job[first : first + len(PARTS)] = _layout(name, array, operands, address_of)
+    _lay_out(job, OPERANDS, operands, operands.starts is not None, address_of)
     for name, value in _extras(problem, operands, address_of).items():
         job[PLACE[name]] = value
     return Job(*job)
 
 
+def gradient_job_of(
+    problem: Problem,
+    operands: Operands,
+    gradients: Gradients,
+    pieces: Pieces,
+    address_of: AddressOf,
+    **rows: int,
+) -> GradientJob:
+    """The job of the kernels of gradients: job_of() with what they get besides.
+
+    rows  addresses of the numbers of gradient_rows.py
+    """
+    job: list[float] = [0] * len(GRADIENT_FIELDS)
+    job[: len(Job._fields)] = job_of(problem, operands, pieces, address_of)
+    _lay_out(job, GRADIENT_OPERANDS, gradients, operands.starts is not None, address_of)
+    for name, place in rows.items():
+        job[PLACE[name]] = place
+    return GradientJob(*job)
+
+
+def _lay_out(
+    job: list[float], names: tuple[str, ...], arrays: Any, packed: bool, address_of: AddressOf
+) -> None:
+    """Set address and strides of operands, as PARTS has them. Packed ones have one batch entry, in
+    which Operands.starts says where each member begins.
+    """
+    for name in names:
+        array = getattr(arrays, name)
+        if array is None:
+            continue
+        place = address_of(array)
+        if name in ("lse", "dlse"):
+            array = array[..., None]  # of one column
+        table, batch, *rest = _strides(array, address_of)
+        layout = (place, 0, 0, *rest) if packed else (place, table, batch, *rest)
+        job[PLACE[name] : PLACE[name] + len(PARTS)] = layout
+
+
 @lru_cache(maxsize=1024)
-def _template(problem: Problem, choice: Choice) -> Job:
+def _template(problem: Problem, pieces: Pieces) -> Job:
     """A job without arrays. Cached: 15 of the 35 us that a job took."""
-    pieces = {name: getattr(choice, name) for name in ("m_blocks", "num_splits", "split_n")}
-    return Job(**_numbers(problem), **pieces)
+    return Job(**_numbers(problem), **pieces._asdict())
 
 
 def _numbers(problem: Problem) -> dict[str, float]:
@@ -78,19 +122,6 @@ def _numbers(problem: Problem) -> dict[str, float]:
         "dropout_threshold": dropout.threshold(problem.dropout_p),
         "first_key": problem.first_key,
     }
-
-
-def _layout(
-    name: str, array: np.ndarray, operands: Operands, address_of: AddressOf
-) -> tuple[int, ...]:
-    """Address and strides, as PARTS has them. Packed operands have one batch entry, in which
-    Operands.starts says where each member begins.
-    """
-    place = address_of(array)
-    if name == "lse":
-        array = array[..., None]  # of one column
-    table, batch, *rest = _strides(array, address_of)
-    return (place, 0, 0, *rest) if operands.starts is not None else (place, table, batch, *rest)
 
 
 def _strides(array: np.ndarray, address_of: AddressOf) -> Iterator[int]:

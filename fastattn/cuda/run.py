@@ -14,7 +14,7 @@ from ..cpu.layout import address
 from ..problem import Operands, Placement, Plan, Problem
 from . import compile, driver
 from .choice import Choice, Kernel, builder, row_kernel
-from .job import Job
+from .job import GradientJob, Job
 from .memory import DeviceMemory, device_memory, view_of
 from .packing import job_of
 
@@ -23,7 +23,7 @@ ARRAYS = ("q", "k", "v", "mask", "bias", "alibi", "block_mask")  # those with st
 
 
 def placement_of(operands: Operands) -> Placement:
-    """Where the arrays of a call are."""
+    """Where the arrays of a call are. For gradients, out is to be dout."""
     memory = device_memory(operands.q)
     rows = (operands.q, operands.k, operands.v, operands.out)
     whole = all(_has_whole_rows(a) for a in rows) if memory else _fits(rows)
@@ -52,12 +52,9 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     if not problem.batch * problem.heads_q * problem.seqlen_q:
         return
     with driver.using(ordinal), scratch(ordinal, stream) as space:
-        _follow_others(operands, stream)
+        follow_others(stream, *operands[:10], *operands.score_aux, *operands.mask_aux)
         results = (operands.out, operands.lse)
-        moved: dict[str, Any] = {name: space.moved(getattr(operands, name)) for name in ARRAYS}
-        for name in ("score_aux", "mask_aux"):
-            moved[name] = tuple(map(space.moved, getattr(operands, name)))
-        there = operands._replace(**moved)
+        there = inputs_there(operands, space)
         if memory is None:
             there = there._replace(out=space.empty_like(operands.out))
             if operands.lse is not None:
@@ -68,9 +65,16 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
                 space.fetch(array, copy)
 
 
-def _follow_others(operands: Operands, stream: int) -> None:
+def inputs_there(operands: Operands, space: Scratch) -> Operands:
+    """The inputs in the memory of the device."""
+    moved: dict[str, Any] = {name: space.moved(getattr(operands, name)) for name in ARRAYS}
+    for name in ("score_aux", "mask_aux"):
+        moved[name] = tuple(map(space.moved, getattr(operands, name)))
+    return operands._replace(**moved)
+
+
+def follow_others(stream: int, *arrays: np.ndarray | None) -> None:
     """Arrays of other streams are ready, on the device, before ours goes on."""
-    arrays = (*operands[:10], *operands.score_aux, *operands.mask_aux)
     found = (device_memory(a) for a in arrays)
     for other in {m.stream for m in found if m is not None} - {stream}:
         driver.follow(stream, other)
@@ -83,13 +87,13 @@ def _launch_all(choice: Choice, problem: Problem, operands: Operands, space: Scr
     if splits > 1:
         itemsize = np.dtype(problem.variant.dtype).itemsize
         partial = space.allocate(rows * splits * (problem.head_dim_v + 2) * itemsize)
-    job = job_of(problem, operands, choice, space.address_of, partial)
+    job = job_of(problem, operands, choice.pieces, space.address_of, partial)
     if problem.seqlen_k:
-        _launch(choice.kernel, job, space)
+        launch(choice.kernel, job, space)
     if splits > 1:
-        _launch(row_kernel("combine", problem, rows), job, space)
+        launch(row_kernel("combine", problem, rows), job, space)
     if not problem.seqlen_k or _has_missing_rows(operands):
-        _launch(row_kernel("missing", problem, rows), job, space)
+        launch(row_kernel("missing", problem, rows), job, space)
 
 
 def _has_missing_rows(operands: Operands) -> bool:
@@ -99,7 +103,8 @@ def _has_missing_rows(operands: Operands) -> bool:
     return bool((operands.ranges[:, 0] < operands.q.shape[-2]).any())
 
 
-def _launch(kernel: Kernel, job: Job, space: Scratch) -> None:
+def launch(kernel: Kernel, job: Job | GradientJob, space: Scratch) -> None:
+    """Put a kernel into the stream."""
     target = compile.ptx_target(driver.device(space.ordinal).capability)
     code = compile.code(kernel.key, builder(kernel.key), target)
     function = driver.load(code, space.ordinal, kernel.shared_bytes)
@@ -132,10 +137,11 @@ class Scratch:
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in array.strides)
         return np.broadcast_to(self._copied(array[once]), array.shape)
 
-    def empty_like(self, array: np.ndarray) -> np.ndarray:
+    def empty_like(self, array: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
         """A view of new memory, in C order."""
-        memory = DeviceMemory(None, self.ordinal, self.stream)
-        return view_of(memory, self.allocate(array.nbytes), array.shape, array.dtype)
+        memory, dtype = DeviceMemory(None, self.ordinal, self.stream), dtype or array.dtype
+        place = self.allocate(array.size * dtype.itemsize)
+        return view_of(memory, place, array.shape, dtype)
 
     def _copied(self, array: np.ndarray) -> np.ndarray:
         copy = self.empty_like(array)
@@ -146,7 +152,8 @@ class Scratch:
         """Fill an array in the memory of the CPU from a view of empty_like(), and wait."""
         if array is None or copy is None:
             return
-        target = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
+        fits = array.flags.c_contiguous and array.dtype == copy.dtype
+        target = array if fits else np.empty(array.shape, copy.dtype)
         driver.to_host(target, address(copy), self.stream)
         if target is not array:
             array[...] = target

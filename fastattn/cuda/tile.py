@@ -13,6 +13,7 @@ FEW_ROWS = 16
 # The largest threadIdx.x. `threadIdx.x & LAST_THREAD` is the same, and LLVM knows its sign: 208
 # registers and not 255, with spills, for the largest tile.
 LAST_THREAD = 1023
+WARP = 32
 ROW_THREADS = 128  # of the kernels that write row by row: a column each, mostly
 
 

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import cuda, types
 from numba.cuda import libdevice
 from numba.cuda.extending import intrinsic
 
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+ALL_LANES = 0xFFFFFFFF
 GLOBAL = 1  # address space: ld.global, which is faster than a load from who knows where
 # How a value is stored, and as what a kernel sees it.
 MEMORY: dict[str, tuple[Any, Any]] = {
@@ -65,6 +66,19 @@ def functions(dtype: str) -> SimpleNamespace:
     names = ("exp", "log", "tanh", "sqrt", "floor", "copysign")
     end = "f" if dtype == "float32" else ""
     return SimpleNamespace(**{name: getattr(libdevice, name + end) for name in names})
+
+
+@functools.cache
+def lane_xor(dtype: str) -> Callable:
+    """Device function: lane_xor(x, mask) is x of the lane whose number differs in these bits. All
+    lanes of a warp must come here.
+    """
+
+    @device(getattr(types, dtype))
+    def of_lane(x, mask):
+        return cuda.shfl_xor_sync(ALL_LANES, x, mask)
+
+    return of_lane
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...problem import Problem
 from .tilings import HEAD_DIMS, ITEM
 
+WIDEST = 128  # head_dim: dk and dv of more do not fit into the registers beside the scores
 BLOCK = 64  # queries and keys of a block; 32 of those that stream through where head_dim is large
 
 
@@ -32,14 +33,21 @@ class GradientTiling:
         return row * (2 * self.block_m + 4 * self.block_n)
 
 
-def gradient_tiling(problem: Problem, *, strided: bool, shared_limit: int) -> GradientTiling | None:
-    """The kernels for the gradients of a problem without options, or None.
+def gradient_tiling(
+    problem: Problem, *, options: bool, strided: bool, shared_limit: int
+) -> GradientTiling | None:
+    """The kernels for the gradients of a problem, or None if these do not know one of its options.
 
+    options       a mask, a bias or ALiBi slopes are among the operands
     strided       a row of q, k, v or dout is not whole chunks of 16 aligned bytes
     shared_limit  bytes of shared memory that a thread block may have
     """
-    largest = max(problem.head_dim, problem.head_dim_v)
-    if problem.variant.storage not in ("float16", "bfloat16") or largest > 128:
+    variant, largest = problem.variant, max(problem.head_dim, problem.head_dim_v)
+    if variant.storage not in ("float16", "bfloat16") or largest > WIDEST:
+        return None
+    modified = variant.score_mod is not None or variant.mask_mod is not None
+    special = problem.dropout_p or problem.softcap or problem.chunk or problem.block_mask_m
+    if options or modified or special:
         return None
     head_dim = next(width for width in HEAD_DIMS if width >= largest)
     padded = min(problem.head_dim, problem.head_dim_v) < head_dim

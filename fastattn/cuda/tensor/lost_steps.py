@@ -21,9 +21,13 @@ SIGNS = 0x80008000
 
 
 def lost_steps(tiling: Tiling) -> dict:
-    """look, clear and any_thread, by name."""
-    shapes, storage = Shapes.of(tiling), tiling.storage
-    copying = Copy(shapes.v, tiling.threads)
+    """look, clear and any_thread for values, by name."""
+    return finite_steps(tiling.storage, Copy(Shapes.of(tiling).v, tiling.threads), waits=True)
+
+
+def finite_steps(storage: str, copying: Copy, *, waits: bool) -> dict:
+    """The same for the tile that these copies fill. waits: look() sees to their arrival."""
+    tile = copying.tile
 
     def carried(e, x):
         """The signs of those of a pair that are not finite."""
@@ -31,13 +35,14 @@ def lost_steps(tiling: Tiling) -> dict:
 
     @operation(storage, boolean, u32)
     def look(e, shared):
-        """Whether a value is not finite among those that this thread has copied, when they have
-        arrived. shared: where to.
+        """Whether a value is not finite among those that this thread has copied. shared: where to,
+        as Copy.shared_address() has it.
         """
-        e.wait(1)
+        if waits:
+            e.wait(1)
         found = e.i32(0)
         for row, chunk in copying.passes():
-            address, place = shapes.v.moved(e, shared, row, chunk)
+            address, place = tile.moved(e, shared, row, chunk)
             for x in e.load_shared_16(address, place):
                 found = e.b.or_(found, carried(e, x))
         return e.b.icmp_unsigned("!=", found, e.i32(0))
@@ -46,7 +51,7 @@ def lost_steps(tiling: Tiling) -> dict:
     def clear(e, shared):
         """Make 0 of them."""
         for row, chunk in copying.passes():
-            address, place = shapes.v.moved(e, shared, row, chunk)
+            address, place = tile.moved(e, shared, row, chunk)
             finite = []
             for x in e.load_shared_16(address, place):
                 signs = carried(e, x)

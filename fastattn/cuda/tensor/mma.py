@@ -281,8 +281,8 @@ class Emitter:
         return self.asm(text, f"=&{register},l,r,{MEMORY}", [returns], [address, wanted], True)
 
     def store_global(self, kind: str, address, values, wanted):
-        """kind: "f32", "b16" or "v4.b32" of four registers."""
-        constraint = {"f32": "f", "b16": "h", "v4.b32": "r", "v2.f32": "f"}[kind]
+        """kind: "f32", "b16", "b32" or "v4.b32" of four registers."""
+        constraint = {"f32": "f", "b16": "h", "b32": "r", "v4.b32": "r", "v2.f32": "f"}[kind]
         names = ",".join(f"${i + 2}" for i in range(len(values)))
         names = f"{{{names}}}" if len(values) > 1 else names
         text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.{kind} [$0], {names}; }}"
