@@ -13,6 +13,7 @@ from test_attention import judged
 import fastattn
 import fastattn.dask as lazy
 from fastattn import create_block_mask
+from fastattn.dask.layout import Layout
 
 F4 = np.float32
 FEW = [case for case in CASES if case.seqlen_k <= 400]
@@ -26,6 +27,12 @@ def attend(case, rng, backend, **flags):
         if name in given and rng.random() < 0.5:
             given[name] = chunked(np.asarray(given[name]), rng)
     return computed(*lazy.attention(*arrays, **given, return_lse=True, backend=backend))
+
+
+@pytest.fixture(autouse=True)
+def longest_run(monkeypatch, rng):
+    """Tasks go through one or several chunks of keys, as those do that read them themselves."""
+    monkeypatch.setattr(Layout, "_longest_run", lambda self: int(rng.integers(1, 4)))
 
 
 @pytest.mark.parametrize("case", FEW[::8], ids=str)
@@ -95,27 +102,32 @@ def test_modifiers_see_the_indices_of_the_whole(names, rng):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
-def test_modifiers_of_all_parts_share_a_kernel(rng):
+def test_modifiers_of_all_parts_share_a_kernel(one_each, rng):
     case = Case("mod", 60, 70, batch=3, heads_q=4, heads_kv=2)
     flags = modified(case, mask="every-index", score="every-index")[0]
     arrays = [chunked(a, rng, 4) for a in case.arrays()]
     calls = [lazy.attention(*arrays, **flags) for _ in range(2)]
     assert calls[0].name == calls[1].name  # also where the function is made anew in every call
-    (call,) = (task for key, task in calls[0].dask.items() if str(key).startswith("attention-call"))
-    indices = [key[1:] for key in calls[0].dask if key[0].startswith("attention-part")]
-    kernels = {call.arguments(index)[1]["mask_mod"] for index in indices}
-    assert len(indices) > 4
+    parts = {k: task for k, task in calls[0].dask.items() if k[0].startswith("attention-part")}
+    kernels = {task.args[0].arguments(key[1:])[1]["mask_mod"] for key, task in parts.items()}
+    assert len(parts) > 4
     assert len(kernels) == 1
 
 
 # --- tasks ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def one_each(monkeypatch):
+    """A task for each pair of chunks, as where keys are computed."""
+    monkeypatch.setattr(Layout, "_longest_run", lambda self: 1)
+
+
 def zeros(*shape, chunks, dtype=F4):
     return da.zeros(shape, chunks=chunks, dtype=dtype)
 
 
-def test_pairs_that_nothing_sees_make_no_task():
+def test_pairs_that_nothing_sees_make_no_task(one_each):
     q = zeros(2, 80, 8, chunks=(1, 10, 8))
     out = lazy.attention(q, q, q, causal=True)
     assert tasks(out, "attention-part") == 2 * (8 * 9 // 2)
@@ -126,7 +138,7 @@ def test_pairs_that_nothing_sees_make_no_task():
     assert tasks(lazy.attention(q, q, q, kv_len=25, q_len=5), "attention-part") == 2 * (3 + 7)
 
 
-def test_masks_in_memory_make_no_task_for_what_they_hide():
+def test_masks_in_memory_make_no_task_for_what_they_hide(one_each):
     q = zeros(2, 80, 8, chunks=(1, 10, 8))
     mask = np.zeros((2, 80, 80), bool)
     mask[1, 3, 17] = True
@@ -139,13 +151,13 @@ def test_masks_in_memory_make_no_task_for_what_they_hide():
     assert tasks(lazy.attention(q, q, q, block_mask=fine), "attention-part") == 2 * 8 * 2
 
 
-def test_a_window_makes_tasks_in_proportion():
+def test_a_window_makes_tasks_in_proportion(one_each):
     q = zeros(1, 131072, 64, chunks=(1, 1024, 64))
     out = lazy.attention(q, q, q, causal=True, window=(1024, None))
     assert tasks(out, "attention-part") == 2 * 128 - 1
 
 
-def test_equal_calls_share_their_tasks(rng):
+def test_equal_calls_share_their_tasks(one_each, rng):
     q = chunked(rng.standard_normal((2, 30, 8)), rng)
     flags = {"alibi": np.array([0.5, 1.0]), "dropout_p": 0.5}
     a, b = (lazy.attention(q, q, q, **flags, dropout_seed=3) for _ in range(2))
@@ -205,7 +217,7 @@ def test_any_scheduler_gives_the_same_bits(backend, rng):
 def test_a_task_uses_one_thread(rng, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "fastattn.dask.call.attend",
+        "fastattn.dask.tasks.attend",
         lambda part, q, k, v, *rest: seen.append(fastattn.get_num_threads()) or (q, q[..., 0]),
     )
     q = chunked(rng.standard_normal((2, 30, 8)), rng)

@@ -66,7 +66,7 @@ def test_a_block_that_fails_says_which(error, kind, monkeypatch):
             raise error("no room")
         return np.zeros(q.shape, q.dtype), q[..., 0]
 
-    monkeypatch.setattr("fastattn.dask.call.attend", fail)
+    monkeypatch.setattr("fastattn.dask.tasks.attend", fail)
     with pytest.raises(
         kind, match=r"no room.* \[in block \(1, 1, 1\) of \(batch\.\.\., heads, rows, keys"
     ):
@@ -95,12 +95,13 @@ def test_explain_says_what_is_rechunked():
 def test_explain_counts_tasks():
     q = zeros(8, 32768, 64, chunks=(8, 4096, 64))
     found = lazy.explain(q, q, q, causal=True, backend="numpy")
-    assert (found.parts, found.pairs, found.merges) == (36, 64, 28)
+    assert (found.parts, found.seen, found.pairs, found.merges) == (36, 36, 64, 28)
     assert found.nbytes == 4 * 8 * 4096 * 64 * 4
     assert found.plan.num_threads == 1
     text = str(found)
     assert "seqlen_k    8 x 4096" in text
-    assert "36 parts, 56.2 % of 64 pairs; 28 merges" in text
+    assert "36, 56.2 % of 64" in text
+    assert "36 parts, 28 merges" in text
     assert "note" not in text
 
 

@@ -61,6 +61,36 @@ def test_each_task_reads_its_own_keys(store, arrays, tmp_path):
     )
 
 
+class Torn:
+    """An array of which some rows cannot be read."""
+
+    def __init__(self, array, first):
+        self.array, self.first = array, first
+        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+
+    def __getitem__(self, at):
+        if at[1].start == self.first:
+            raise OSError("bad sector")
+        return self.array[at]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask"])
+def test_a_block_that_cannot_be_read_says_which(name, arrays):
+    given = dict(zip("qkv", arrays, strict=True)) | {"mask": np.ones((2, 600, 600), bool)}
+    stored = {n: da.from_array(Torn(a, -1), chunks=(1, 100, -1)) for n, a in given.items()}
+    stored[name] = da.from_array(Torn(given[name], 300), chunks=(1, 100, -1))
+    mask = stored["mask"].rechunk((1, 100, 100))
+    q, k, v = (stored[n] for n in "qkv")
+    index = r"\(\d, 3, \d\)" if name in ("q", "mask") else r"\(\d, \d, 3\)"
+    match = rf"bad sector \[in block {index} of \(batch\.\.\., heads, rows, keys\)"
+    out, lse = lazy.attention(q, k, v, mask=mask, return_lse=True)
+    with pytest.raises(OSError, match=match):
+        computed(out)
+    gradients = lazy.attention_backward(q, q, k, v, da.zeros_like(q), da.zeros_like(lse), mask=mask)
+    with pytest.raises(OSError, match=match):
+        computed(*gradients)
+
+
 def test_what_has_to_be_computed_is_computed_once(arrays):
     calls = []
 
@@ -99,7 +129,7 @@ def test_peak_memory_is_that_of_blocks(tmp_path):
     keys = lazy.from_memmap(np.load(tmp_path / "k.npy", mmap_mode="r"), chunks=(1, 4096, 64))
     q = da.ones((1, 64, 64), chunks=(1, 64, 64), dtype=F4)
     out = lazy.attention(q, keys, keys, backend="numpy")
-    assert tasks(out, "attention-part") == 32
+    assert tasks(out, "attention-part") == 32  # as short as can be: there is one chunk of queries
     tracemalloc.start()
     computed(out)
     peak = tracemalloc.get_traced_memory()[1]

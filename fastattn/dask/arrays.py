@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,25 +9,14 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
-from dask.array import chunk as chunk_functions
-from dask.array import core
 from dask.base import is_dask_collection
-from dask.task_spec import Alias, GraphNode, Task
-from dask.utils import M
 
 from ..kinds import numpy_view
 from .grid import Chunks, Grid, chunk_text, chunks_of
-from .storage import read_memmap
+from .reading import Block, Key, block_of
 
 AXES = ("heads", "seqlen_q", "seqlen_k", "heads_kv")  # of a place, behind those of the batch
 WHOLE = -1  # an axis with one chunk for all blocks
-# What takes no longer than to read: blocks that are made by these alone are made anew for every
-# task that needs them, so that none waits in memory for the last of them.
-READING = {
-    *(core.getter, core.getter_nofancy, core.getter_inline, operator.getitem),
-    *(chunk_functions.getitem, chunk_functions.astype, core.concatenate3, core.concatenate_shaped),
-    *(np.transpose, np.swapaxes, M.reshape, read_memmap),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,35 +30,27 @@ class Operand:
     array: da.Array
     axes: tuple[int, ...]
 
-    def key(self, place: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return the key of the block that is needed at a place."""
-        return (self.array.name, *(0 if a == WHOLE else place[a] for a in self.axes))
+    @property
+    def is_read(self) -> bool:
+        """Whether tasks read its blocks from where they are stored, going by the first."""
+        return self._block((self.array.name, *(0 for _ in self.axes))).reads is not None
 
-    def reading(self, place: tuple[int, ...]) -> list[GraphNode]:
-        """Return the tasks that read this block from where it is stored; none if it is computed."""
-        return _reading(self._graph, self.key(place))
+    def block(self, place: tuple[int, ...]) -> Block:
+        """Return the block that is needed at a place."""
+        return self._block((self.array.name, *(0 if a == WHOLE else place[a] for a in self.axes)))
+
+    def _block(self, key: Key) -> Block:
+        if key not in self._blocks:
+            self._blocks[key] = block_of(self._graph, key)
+        return self._blocks[key]
+
+    @cached_property
+    def _blocks(self) -> dict[Key, Block]:
+        return {}
 
     @cached_property
     def _graph(self) -> Mapping[Any, Any]:
         return dict(self.array.__dask_graph__())
-
-
-def _reading(graph: Mapping[Any, Any], key: Any) -> list[GraphNode]:
-    found: dict[Any, GraphNode] = {}
-    missing = [key]
-    while missing:
-        key = missing.pop()
-        task = graph.get(key)
-        if isinstance(task, Alias):
-            missing += task.dependencies
-        elif isinstance(task, Task):
-            if task.func not in READING:
-                return []
-            missing += [k for k in task.dependencies if k not in found]
-        else:  # an array, or where one is stored
-            continue
-        found[key] = task
-    return list(found.values())
 
 
 def check_array(name: str, array: Any) -> da.Array:

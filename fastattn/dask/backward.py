@@ -18,11 +18,13 @@ from ..modifier import aux_types
 from ..signatures import passing_keywords_to
 from ..trace import traced
 from .arrays import WHOLE, check_array, check_small, stand_in
-from .call import Index, add, convert, differentiate_block, pick, sink_gradients
+from .call import Index
 from .forward import with_heads
-from .graph import Graph, Key, Tasks
+from .graph import Graph, Tasks
 from .grid import Chunks, chunks_of
 from .layout import Layout, lay_out
+from .reading import Key
+from .tasks import add, convert, differentiate_block, pick, sink_gradients
 
 INPUTS = ("dout", "q", "k", "v", "out", "lse", "dlse", "mask", "bias")
 GIVEN = ("dout", "q", "k", "v", "out", "lse", "dlse")
@@ -144,8 +146,9 @@ def _arrays(layout: Layout, wanted: tuple[str, ...], arguments: dict[str, Any]) 
         for index, _ in layout.rows:
             here = (*index, 0)
             key = sinks.add(layout.place(here), index)
-            of = ("dout", "out", "lse", "dlse")
-            sinks.tasks[key] = graph.task(key, here, sink_gradients, of=of)
+            blocks = layout.blocks(here, ("dout", "out", "lse", "dlse"))
+            run = sink_gradients, here, blocks
+            sinks.tasks[key] = graph.task(key, *run, blocks=blocks.values())
     return [_summed(graph, own) for own in terms.values()]
 
 
@@ -172,7 +175,9 @@ def _add_pairs(graph: Graph, terms: list[_Terms]) -> None:
         for n in keys:
             here = (*index, n)
             part = (parts, *here)
-            tasks[part] = graph.task(part, here, differentiate_block, of_pairs, of=INPUTS)
+            blocks = layout.blocks(here, INPUTS)
+            run = differentiate_block, here, of_pairs, blocks
+            tasks[part] = graph.task(part, *run, blocks=blocks.values())
             for which, own in enumerate(terms):
                 key = own.add(layout.place(here), here)
                 own.tasks[key] = Task(key, pick, TaskRef(part), which)

@@ -1,9 +1,7 @@
-"""What the tasks of one call share, and what they do: each a call of the core on chunks."""
+"""What the tasks of one call share: its arguments, cut to a block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -12,23 +10,18 @@ from typing import Any
 import numpy as np
 from dask.base import normalize_token
 
-from ..backward import attention_backward
 from ..block_mask import PARTIAL, BlockMask
-from ..cpu.threads import num_threads
 from ..modifier import Modifier
-from ..part import Part, attend, differentiate, placed
+from ..part import Part, placed
 from ..problem import Problem
 from .grid import Grid
 
 Index = tuple[int, ...]  # of a block of the grid: (*lead, heads, rows, keys)
-KINDS = (ValueError, TypeError, ImportError, MemoryError, NotImplementedError)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments of the whole call but for arrays that are cut into chunks: a node of the graph,
-    sent to a worker once.
-    """
+    """The arguments of the whole call but for arrays that are cut into chunks."""
 
     problem: Problem
     grid: Grid
@@ -46,6 +39,15 @@ class Call:
         """The place of each batch entry in the batch, (*lead)."""
         lead = tuple(edges[-1] for edges in self.grid.lead)
         return np.arange(prod(lead), dtype=np.int64).reshape(lead)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        kinds = None if self.block_mask is None else self.block_mask.kinds
+        mask_aux = () if self.block_mask is None else self.block_mask.aux
+        arrays = self.ranges, self.alibi, self.sinks, kinds
+        aux = *self.score_aux, *self.mask_aux, *mask_aux
+        return sum(a.nbytes for a in (*arrays, *aux) if a is not None)
 
     def __dask_tokenize__(self) -> Any:
         mask = self.block_mask
@@ -147,102 +149,3 @@ class Call:
             np.ascontiguousarray(kinds),
             np.count_nonzero(kinds, axis=-1),
         )
-
-
-# --- tasks ----------------------------------------------------------------------------------------
-
-
-def attend_block(
-    call: Call, index: Index, first: bool, alone: bool, q: Any, k: Any, v: Any, mask: Any, bias: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (out, lse) of the rows of a block over its keys, and their sinks if it is the first.
-
-    Unless it is alone, out is to be merged with others, and rounded only then.
-    """
-    with _as_block(index):
-        if not alone:
-            q, k, v = _wide(call, q, k, v)
-        part, arguments = call.arguments(index)
-        sinks = call.sinks_of(index) if first else None
-        arguments |= {"mask": mask, "bias": bias, "sinks": sinks}
-        return attend(part, q, k, v, call.backend, arguments)
-
-
-def empty_block(call: Call, index: Index) -> tuple[np.ndarray, np.ndarray]:
-    """Return (out, lse) of rows that see no key."""
-    problem, sizes, sinks = call.problem, call.sizes(index), call.sinks_of(index)
-    lse = np.full(sizes, -np.inf, problem.variant.dtype)
-    if sinks is not None:
-        lse[...] = sinks[:, None]
-    return np.zeros((*sizes, problem.head_dim_v), lse.dtype), lse
-
-
-def differentiate_block(
-    call: Call,
-    index: Index,
-    wanted: tuple[str, ...],
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dlse: Any,
-    mask: Any,
-    bias: Any,
-) -> tuple[np.ndarray, ...]:
-    """Return what a block adds to dq, dk and dv, and to `wanted`, of dbias and dalibi."""
-    with _as_block(index):
-        dout, q, k, v, out = _wide(call, dout, q, k, v, out)
-        if bias is not None and bias.dtype.itemsize < lse.dtype.itemsize:
-            (bias,) = _wide(call, bias)  # dbias is rounded once, too
-        part, arguments = call.arguments(index)
-        arguments |= {"mask": mask, "bias": bias}
-        if call.score_mod_grad is not None:
-            arguments["score_mod_grad"] = placed(call.score_mod_grad)
-        arrays = dout, q, k, v, out, lse
-        return differentiate(part, arrays, dlse, call.backend, wanted, arguments)
-
-
-def sink_gradients(call: Call, index: Index, dout: Any, out: Any, lse: Any, dlse: Any) -> Any:
-    """Return what the rows of a block add to dsinks, which takes no key."""
-    with _as_block(index):
-        dout, out = _wide(call, dout, out)
-        sizes, head_dim_v = call.sizes(index), call.problem.head_dim_v
-        q = np.broadcast_to(np.zeros(1, dout.dtype), (*sizes, 1))
-        k, v = (np.zeros((sizes[-2], 0, dim), dout.dtype) for dim in (1, head_dim_v))
-        sinks = call.sinks_of(index)
-        given = (dout, q, k, v, out, lse)
-        return attention_backward(*given, dlse=dlse, sinks=sinks, return_dsinks=True)[-1]
-
-
-def pick(results: tuple[np.ndarray, ...], which: int, dtype: Any = None) -> np.ndarray:
-    """Return one of a task's results."""
-    return results[which] if dtype is None else results[which].astype(dtype, copy=False)
-
-
-def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return a + b
-
-
-def convert(a: np.ndarray, dtype: Any) -> np.ndarray:
-    return a.astype(dtype, copy=False)
-
-
-@contextmanager
-def _as_block(index: Index) -> Iterator[None]:
-    """One thread, as the scheduler has as many tasks at work as it has threads; an error says
-    where it arose.
-    """
-    try:
-        with num_threads(1):
-            yield
-    except Exception as error:
-        kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
-        where = f"block {index} of (batch..., heads, rows, keys)"
-        raise kind(f"{error} [in {where}]") from error
-
-
-def _wide(call: Call, *arrays: np.ndarray) -> list[np.ndarray]:
-    """Return arrays in the dtype that is computed in, which is exact."""
-    return [a.astype(call.problem.variant.dtype, copy=False) for a in arrays]

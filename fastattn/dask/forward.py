@@ -10,15 +10,15 @@ from dask.task_spec import Task, TaskRef
 from .. import api
 from ..arguments import flag
 from ..check import check, check_backend
-from ..merging import merge
 from ..signatures import passing_keywords_to
 from .arrays import check_array, check_small, stand_in
-from .call import attend_block, empty_block, pick
+from .call import Index
 from .graph import Graph
 from .grid import Chunks, Grid, chunks_of
-from .layout import Layout, lay_out
+from .layout import OVER_KEYS, Layout, lay_out
+from .reading import Key
+from .tasks import attend_run, empty_block, join, pick
 
-INPUTS = ("q", "k", "v", "mask", "bias")
 # Keywords of attention() that make no sense here.
 FOREIGN = ("out", "block_table")
 
@@ -103,16 +103,17 @@ def _arrays(layout: Layout) -> tuple[da.Array, da.Array]:
     merges, merge_tasks = graph.layer("merge", "part")
     out, out_tasks = graph.layer("", "part", "merge")
     lse, lse_tasks = graph.layer("lse", "part", "merge")
-    for index, keys in layout.rows:
-        results = [(parts, *index, n) for n in keys or [0]]
-        for key, n in zip(results, keys or [0], strict=True):
-            if keys:
-                first, alone = n == keys[0], len(keys) == 1
-                task = graph.task(key, (*index, n), attend_block, first, alone, of=INPUTS)
-            else:
-                task = Task(key, empty_block, TaskRef(graph.call), (*index, n))
-            part_tasks[key] = task
-        last = TaskRef(graph.tree(merge_tasks, (merges, *index), results, _merge))
+    for index, runs in layout.runs:
+        results = []
+        for keys in runs:
+            key = (parts, *index, keys[0])
+            part_tasks[key] = _run(graph, key, index, keys, keys is runs[0], len(runs))
+            results.append(key)
+        if not runs:
+            results.append((parts, *index, 0))
+            task = Task(results[0], empty_block, graph.call, results[0][1:])
+            part_tasks[task.key] = task
+        last = TaskRef(graph.tree(merge_tasks, (merges, *index), results, join))
         whole = (out, *index, 0)
         out_tasks[whole] = Task(whole, pick, last, 0, q.dtype)
         of_rows = (lse, *index)
@@ -122,5 +123,11 @@ def _arrays(layout: Layout) -> tuple[da.Array, da.Array]:
     return found, graph.array("lse", rows, problem.variant.dtype)
 
 
-def _merge(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
-    return merge(*a, *b)
+def _run(graph: Graph, key: Key, rows: Index, keys: list[int], first: bool, runs: int) -> Task:
+    """Return the task of a block of rows and a run of chunks of keys."""
+    layout = graph.layout
+    alone = runs == len(keys) == 1
+    (q,) = layout.blocks((*rows, keys[0]), ("q",)).values()
+    pairs = [(n, layout.blocks((*rows, n), OVER_KEYS)) for n in keys]
+    blocks = [q, *(block for _, own in pairs for block in own.values())]
+    return graph.task(key, attend_run, rows, first, alone, q, pairs, blocks=blocks)

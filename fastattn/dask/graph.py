@@ -8,14 +8,16 @@ from typing import Any
 import dask.array as da
 import numpy as np
 from dask.highlevelgraph import HighLevelGraph
-from dask.task_spec import GraphNode, Task, TaskRef
+from dask.task_spec import Task, TaskRef
 
-from .call import Index
 from .grid import Chunks
 from .layout import Layout
+from .reading import Block, Key
 
-Key = tuple[Any, ...]
 Tasks = dict[Any, Any]
+# Bytes of a Call that every task carries. A larger one is a node, which workers wait for: those
+# tasks that do so then start in no order, and the last ones to end have been the longest.
+SMALL = 4096
 
 
 class Graph:
@@ -23,40 +25,33 @@ class Graph:
 
     def __init__(self, layout: Layout, prefix: str):
         self.layout, self.prefix = layout, prefix
-        self.call = f"{prefix}-call-{layout.name}"
-        self._layers: dict[str, Tasks] = {self.call: {self.call: layout.call}}
-        self._needs: dict[str, set[str]] = {self.call: set()}
+        self._layers: dict[str, Tasks] = {}
+        self._needs: dict[str, set[str]] = {}
+        self.call: Any = layout.call
+        self._shared = set[str]()
+        if layout.call.nbytes > SMALL:
+            name = self.name("call")
+            self._layers[name], self._needs[name] = {name: layout.call}, set()
+            self.call, self._shared = TaskRef(name), {name}
 
     def layer(self, step: str, *needs: str) -> tuple[str, Tasks]:
         """Return (name, tasks to be filled in) of a new layer, which needs those of other steps."""
         name = self.name(step)
-        self._layers[name], self._needs[name] = {}, {self.call, *map(self.name, needs)}
+        self._layers[name], self._needs[name] = {}, self._shared | {*map(self.name, needs)}
         return name, self._layers[name]
 
     def name(self, step: str) -> str:
         return f"{self.prefix}{step and '-'}{step}-{self.layout.name}"
 
     def task(
-        self, key: Key, index: Index, run: Callable[..., Any], *arguments: Any, of: Iterable[str]
-    ) -> GraphNode:
-        """Return the task run(call, index, *arguments, the blocks of the operands `of`).
-
-        What only has to be read for it is read by it.
-        """
-        place, blocks = self.layout.place(index), []
-        reading: dict[Any, GraphNode] = {}
-        for name in of:
-            found = self.layout.operands.get(name)
-            blocks.append(None if found is None else TaskRef(found.key(place)))
-            if found is not None and name in "kv":
-                reading |= {node.key: node for node in found.reading(place)}
-        task: GraphNode = Task(key, run, TaskRef(self.call), index, *arguments, *blocks)
-        if reading:
-            task = Task.fuse(*reading.values(), task, key=key)
+        self, key: Key, run: Callable[..., Any], *arguments: Any, blocks: Iterable[Block]
+    ) -> Task:
+        """Return the task run(call, *arguments, keys that the blocks need, *results of these)."""
+        needs = tuple(dict.fromkeys(needed for block in blocks for needed in block.needs))
         # A block's key is the name of its layer and the block's index.
-        names = {k[0] if isinstance(k, tuple) else k for k in task.dependencies}
-        self._needs[key[0]] |= names - {key[0]}
-        return task
+        names = {k[0] if isinstance(k, tuple) else k for k in needs}
+        self._needs[key[0]] |= names
+        return Task(key, run, self.call, *arguments, needs, *map(TaskRef, needs))
 
     def tree(self, tasks: Tasks, key: Key, parts: Sequence[Key], join: Callable[..., Any]) -> Key:
         """Add the tasks that join parts two by two, neighbours first; return the last one's key.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import dask.array as da
@@ -16,7 +16,8 @@ from ..kinds import numpy_view
 from ..problem import Operands, Problem
 from .arrays import Operand, operand
 from .call import Call, Index
-from .grid import Edges, Grid, edges_of, head_edges, joined, visible_chunks
+from .grid import Edges, Grid, chunks_of, edges_of, head_edges, joined, visible_chunks
+from .reading import Block
 
 TRAILING = {
     "q": ("heads", "seqlen_q", ""),
@@ -29,6 +30,9 @@ TRAILING = {
     "lse": ("heads", "seqlen_q"),
     "dlse": ("heads", "seqlen_q"),
 }
+OVER_KEYS = ("k", "v", "mask", "bias")
+# Chunks of keys that a task goes through, one after the other, if it reads them itself.
+LONGEST_RUN = 8
 # Why batch entries may not share a block.
 ALONE = "every batch entry has a chunk of its own, as {} counts keys from its kv_start"
 
@@ -57,6 +61,39 @@ class Layout:
                 if looks_inside:
                     keys = [n for n in keys if self._may_see((*index, n))]
                 yield index, keys
+
+    @property
+    def runs(self) -> Iterator[tuple[Index, list[list[int]]]]:
+        """Blocks of rows, and the chunks of keys that each sees, as those of one task each."""
+        longest = self._longest_run()
+        for index, keys in self.rows:
+            count = -(-len(keys) // longest)
+            edges = [len(keys) * n // count for n in range(count)] + [len(keys)]
+            yield index, [keys[a:b] for a, b in pairwise(edges) if a < b]
+
+    def blocks(self, index: Index, names: Iterable[str]) -> dict[str, Block]:
+        """Return the blocks of those operands that there are, by name."""
+        place = self.place(index)
+        found = {name: self.operands.get(name) for name in names}
+        return {name: own.block(place) for name, own in found.items() if own is not None}
+
+    def _longest_run(self) -> int:
+        """Return how many chunks of keys a task may go through.
+
+        Results that wait to be merged take memory, so tasks are long where these are as large as
+        the chunks of k and v. Where they are small, as for a few queries, short tasks keep all
+        threads at work.
+        """
+        arrays = (self.operands[name] for name in OVER_KEYS)
+        if not all(a is None or a.is_read for a in arrays):
+            return 1
+        grid, problem = self.call.grid, self.call.problem
+        rows, keys, heads, heads_kv = (
+            max(chunks_of(edges)) for edges in (grid.rows, grid.keys, grid.heads, grid.heads_kv)
+        )
+        dim_v = problem.head_dim_v
+        of_keys = heads_kv * keys * (problem.head_dim + dim_v)
+        return max(1, min(LONGEST_RUN, 2 * LONGEST_RUN * heads * rows * dim_v // max(of_keys, 1)))
 
     def _seen(self, lead: Index, m: int) -> list[int]:
         """Return the chunks of keys that window, chunk and lengths let a chunk of rows see."""

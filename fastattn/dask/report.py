@@ -22,22 +22,22 @@ class Tasks:
 
     grid: tuple[tuple[str, str], ...]  # axis, its chunks
     parts: int  # tasks that call fastattn
-    pairs: int  # as many there would be if all rows saw all keys
+    seen: int  # pairs of chunks of which some row sees some key; a part has one or a run of them
+    pairs: int  # all there are
     merges: int
-    plan: Plan  # of the largest part, if its rows see all of its keys
+    plan: Plan  # of the largest pair, if its rows see all of its keys
     nbytes: int  # of its q, k, v and out
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
         rows = [(f"{axis}", text) for axis, text in self.grid]
-        share = f"{100 * self.parts / self.pairs:.3g} % of" if self.pairs else "of"
-        rows.append(
-            ("tasks", f"{self.parts} parts, {share} {self.pairs} pairs; {self.merges} merges")
-        )
-        rows.append(("a part", f"{self.nbytes / 2**20:.3g} MiB of q, k, v and out"))
+        share = f"{100 * self.seen / self.pairs:.3g} % of" if self.pairs else "of"
+        rows.append(("pairs", f"{self.seen}, {share} {self.pairs}"))
+        rows.append(("tasks", f"{self.parts} parts, {self.merges} merges"))
+        rows.append(("a pair", f"{self.nbytes / 2**20:.3g} MiB of q, k, v and out"))
         rows += [("note", note) for note in self.notes]
         text = "\n".join(f"{name:<11} {what}" for name, what in rows)
-        return f"{text}\n-- a whole part --\n{self.plan}"
+        return f"{text}\n-- a whole pair --\n{self.plan}"
 
 
 @passing_keywords_to(api.attention, *FOREIGN, "return_lse")
@@ -54,14 +54,15 @@ def explain(q: Any, k: Any, v: Any, *, backend: str = "auto", **arguments: Any) 
     itemsize = layout.array("q").dtype.itemsize
     heads = problem.heads_q * problem.seqlen_q + problem.heads_kv * problem.seqlen_k
     elements = problem.batch * heads * (problem.head_dim + problem.head_dim_v)
-    counts = [len(keys) for _, keys in layout.rows]
+    runs = [own for _, own in layout.runs]
     axes = [*(f"batch {n}" for n in range(len(grid.lead))), "heads", "seqlen_q", "seqlen_k"]
     edges = (*grid.lead, grid.heads, grid.rows, grid.keys)
     return Tasks(
         tuple((axis, chunk_text(chunks_of(own))) for axis, own in zip(axes, edges, strict=True)),
-        sum(counts),
+        sum(map(len, runs)),
+        sum(len(keys) for own in runs for keys in own),
         prod(grid.shape),
-        sum(count - 1 for count in counts if count),
+        sum(len(own) - 1 for own in runs if own),
         chosen,
         itemsize * elements,
         layout.notes,

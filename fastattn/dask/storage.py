@@ -23,8 +23,12 @@ class Source:
     path: str
     dtype: np.dtype
     offset: int  # bytes
-    shape: tuple[int, ...]
-    order: str  # "C" or "F"
+    shape: tuple[int, ...]  # in C order
+
+
+# Bytes that are mapped at a time. Linux maps more of a file than what is read: 25 MiB of it for a
+# block of 4, which count as the worker's memory.
+PIECE = 1 << 20
 
 
 def from_memmap(array: np.memmap, chunks: Any = "auto") -> da.Array:
@@ -48,10 +52,17 @@ def from_memmap(array: np.memmap, chunks: Any = "auto") -> da.Array:
     if not isinstance(array.base, mmap.mmap) or array.filename is None:
         rule = "array must be a map of a file itself, not a view of one"
         raise ValueError(f"{rule}. Slice the dask array instead.")
-    path = Path(array.filename).resolve()
-    order = "C" if array.flags.c_contiguous else "F"
-    source = Source(str(path), array.dtype, array.offset, array.shape, order)
-    chunks = da.core.normalize_chunks(chunks, array.shape, dtype=array.dtype)
+    if not array.flags.c_contiguous:  # in Fortran's order, then
+        chunks = da.core.normalize_chunks(chunks, array.shape, dtype=array.dtype)
+        return _blocks(array, array.shape[::-1], chunks[::-1]).transpose()
+    return _blocks(array, array.shape, chunks)
+
+
+def _blocks(array: np.memmap, shape: tuple[int, ...], chunks: Any) -> da.Array:
+    """Return a dask array of the file of a map, in C order."""
+    path = Path(array.filename).resolve()  # type: ignore[arg-type]
+    source = Source(str(path), array.dtype, array.offset, shape)
+    chunks = da.core.normalize_chunks(chunks, shape, dtype=array.dtype)
     name = "memmap-" + tokenize(source, path.stat().st_mtime_ns, chunks)
     graph = {}
     for index in product(*(range(len(sizes)) for sizes in chunks)):
@@ -64,5 +75,13 @@ def from_memmap(array: np.memmap, chunks: Any = "auto") -> da.Array:
 
 def read_memmap(source: Source, at: tuple[slice, ...]) -> np.ndarray:
     """Return a part of an array in memory."""
-    where: Any = (source.offset, source.shape, source.order)
-    return np.array(np.memmap(source.path, source.dtype, "r", *where)[at])
+    where: Any = (source.path, source.dtype, "r", source.offset, source.shape)
+    if not at:
+        return np.array(np.memmap(*where))
+    block = np.empty([span.stop - span.start for span in at], source.dtype)
+    rows = max(1, PIECE // max(block[:1].nbytes, 1))
+    for start in range(0, len(block), rows):
+        piece = block[start : start + rows]
+        first = at[0].start + start
+        piece[...] = np.memmap(*where)[(slice(first, first + len(piece)), *at[1:])]
+    return block
