@@ -168,9 +168,14 @@ def slopes_block(variant: Variant, lanes: int):
 
 @functools.cache
 def bias_block(variant: Variant, lanes: int):
-    """Kernel: add ds of `count` rows to dbias, columns [start, stop) that exist."""
+    """Kernel: add ds of `count` rows to dbias, columns [start, stop) that exist.
+
+    Where all keys share an element, a row is added up first: one by one, thousands of keys would
+    each round a sum that is larger than what comes out.
+    """
     simd = operations(variant.dtype, lanes)
-    load, store, real = simd.load, simd.store, pointer_to(variant.dtype)
+    load, store, splat, reduce_add = simd.load, simd.store, simd.splat, simd.reduce_add
+    real, scalar = pointer_to(variant.dtype), getattr(np, variant.dtype)
 
     @jit
     def run(job, item, row, count, n_start, ds, start, stop):
@@ -184,11 +189,17 @@ def bias_block(variant: Variant, lanes: int):
             h = item[HEAD] * group + r
             to = at(real(field(job, "dbias")), base + h * field(job, "dbias_head"))
             to, x = at(to, i * field(job, "dbias_row")), at(ds, m * s_stride)
-            whole = start + (stop - start) // lanes * lanes if col == 1 else start
+            whole = start + (stop - start) // lanes * lanes if col in (0, 1) else start
+            total = splat(scalar(0))
             for n in range(start, whole, lanes):
-                store(to, n, load(to, n) + load(x, n))
+                if col == 0:
+                    total = total + load(x, n)
+                else:
+                    store(to, n, load(to, n) + load(x, n))
             for n in range(whole, stop):
                 to[n * col] += x[n]
+            if col == 0:
+                to[0] += reduce_add(total)
             i, r = next_row(i, r, group)
 
     return run
