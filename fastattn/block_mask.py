@@ -52,12 +52,14 @@ class BlockMask:
     @cached_property
     def pairs(self) -> int:
         """(query, key) pairs of a head in blocks that are not skipped, on average: the work."""
+        if not self.kinds.size:
+            return 0  # and all strides are 0, not only those of axes along which they are the same
         sizes = zip(self.shape[2:], self.block, self.kinds.shape[2:], strict=True)
         high, wide = (
             np.minimum(step, size - step * np.arange(count)) for size, step, count in sizes
         )
         of_heads = (self._distinct != SKIPPED) @ wide @ high
-        return int(of_heads.mean()) if of_heads.size else 0
+        return int(of_heads.mean())
 
     @property
     def _distinct(self) -> np.ndarray:

@@ -18,6 +18,7 @@ LAYERS = [
     "verifying.campaign",
     "verifying.draw verifying.peer verifying.shrink",
     "verifying.trial",
+    "verifying.modifiers",
     "benchmark.contest benchmark.plots",
     "benchmark.limits benchmark.peers benchmark.summary benchmark.verify",
     "benchmark.onnx_call benchmark.record benchmark.roofline benchmark.work",

@@ -142,7 +142,7 @@ def test_one_head_without_axes(backend, rng):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("sizes", [(0, 9), (5, 0)])
+@pytest.mark.parametrize("sizes", [(0, 9), (300, 0)])
 def test_no_rows_and_no_keys(sizes, backend):
     q, k = (np.ones((1, 2, n, 8), F4) for n in sizes)
     empty = np.ones((0, 0))

@@ -15,6 +15,7 @@ class Case:
 
     mask, bias and alibi name their axes: "b11k" is (batch, 1, 1, seqlen_k). lengths names what is
     drawn: "q_len", "kv_len", "kv_start" and "align", for each batch entry, or with "one" for all.
+    modifiers is a name that modifiers.py knows, and block the size of the blocks of its mask.
     """
 
     name: str
@@ -39,6 +40,8 @@ class Case:
     sinks: bool = False
     lengths: str = ""
     dropout_p: float = 0.0
+    modifiers: str = ""
+    block: tuple[int, int] | None = None
     spread: float = 1.0  # standard deviation of q: large values make one key win
 
     def __str__(self) -> str:
@@ -54,6 +57,8 @@ class Case:
         parts += [f"alibi_{self.alibi}"] * bool(self.alibi)
         parts += ["sinks"] * self.sinks
         parts += [f"drop{self.dropout_p}"] * bool(self.dropout_p)
+        parts += [self.modifiers] * bool(self.modifiers)
+        parts += ["block{}x{}".format(*self.block)] if self.block else []
         parts += [self.lengths.replace(" ", "_")] * bool(self.lengths)
         parts += [f"mask_{self.mask}"] * bool(self.mask)
         parts += [f"bias_{self.bias}{self.bias_dtype}"] * bool(self.bias)

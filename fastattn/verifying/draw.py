@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 from .case import LAYOUTS, Case
+from .modifiers import NAMES
 from .trial import Trial
 
-KINDS = ("forward",) * 5 + ("varlen",) * 2 + ("backward",) * 2 + ("varlen backward",)
+KINDS = (*("forward",) * 5, "merge", *("varlen",) * 2, *("backward",) * 2, "varlen backward")
+PAGED = ("forward", "varlen")
+MODIFIED = ("float32", "bfloat16")  # a kernel for each and every modifier: seconds to compile
 DTYPES = ("float32",) * 3 + ("float64", "float16", "bfloat16")
 AXES = ("k", "q1", "qk", "h1k", "hqk", "b11k", "bhqk")
 LENGTHS = ("q_len", "kv_len", "kv_start", "align")
@@ -22,6 +26,10 @@ def draw(seed: int, number: int) -> Trial:
     random = Random(f"{seed} {number}")
     kind = random.choice(KINDS)
     case = _case(random, kind)
+    page_size = _size(random, 64) if kind in PAGED and random.random() < 0.15 else 0
+    if page_size:  # all pages are full, but for what lengths say; modifiers would compile once more
+        seqlen_k = max(1, case.seqlen_k // page_size) * page_size
+        case = replace(case, seqlen_k=seqlen_k, modifiers="")
     layouts = (_sometimes(random, 0.3, LAYOUTS), _sometimes(random, 0.3, LAYOUTS), "plain")
     return Trial(
         case,
@@ -30,6 +38,7 @@ def draw(seed: int, number: int) -> Trial:
         # Dropped or not, 0 times NaN is NaN: what the oracle says of such pairs is no promise.
         poison=random.choice("qkv") if kind == "forward" and random.random() < 0.05 else "",
         num_threads=random.randint(1, 4),
+        page_size=page_size,
         seed=random.getrandbits(32),
     )
 
@@ -96,6 +105,8 @@ def _options(random: Random, case: Case, kind: str) -> dict[str, Any]:
         "alibi": lambda: random.choice(("h", "bh")),
         "sinks": lambda: True,
         "lengths": lambda: _lengths(random, packed),
+        "modifiers": lambda: random.choice(NAMES) if case.dtype in MODIFIED else "",
+        "block": lambda: (_size(random, 100), _size(random, 200)),
         "dropout_p": lambda: random.choice((0.1, 0.5, 1.0)),
         "spread": lambda: random.choice((0.0, 4.0, 30.0)),
     }

@@ -22,6 +22,8 @@ def gradients(
     mask: Any = None,
     alibi: Any = None,
     sinks: Any = None,
+    change: Any = None,
+    slope: Any = None,
     keep: Any = None,
     dropout_p: float = 0.0,
     dtype: Any = np.float64,
@@ -29,15 +31,16 @@ def gradients(
 ) -> dict[str, np.ndarray]:
     """Return {"dq", "dk", "dv", "dbias", "dalibi", "dsinks"} in `dtype`, of arrays of rank 4.
 
-    Arguments as in oracle.attention(). The last three are per pair (batch, heads_q, seqlen_q,
-    seqlen_k), per (batch, heads_q), and per row, not yet summed to the shapes of the caller.
+    Arguments as in oracle.attention(), and `slope`, the derivative of `change`. The last three are
+    per pair (batch, heads_q, seqlen_q, seqlen_k), per (batch, heads_q), and per row, not yet summed
+    to the shapes of the caller.
     """
     dout, q, k, v = (np.asarray(a).astype(dtype) for a in (dout, q, k, v))
     group = q.shape[1] // k.shape[1]
     wide_k, wide_v = (np.repeat(a, group, axis=1) for a in (k, v))
     scale = dtype(q.shape[-1] ** -0.5 if scale is None else scale)
-    s, slope, visible, distance, keys = _scores(
-        scale * (q @ wide_k.swapaxes(-1, -2)), softcap, bias, mask, alibi, lengths
+    s, slopes, visible, distance, keys = _scores(
+        scale * (q @ wide_k.swapaxes(-1, -2)), softcap, (change, slope), bias, mask, alibi, lengths
     )
     sinks = np.full(q.shape[1], -np.inf) if sinks is None else np.asarray(sinks)
     sinks = sinks.astype(dtype)[:, None, None]
@@ -53,7 +56,7 @@ def gradients(
     dp = kept * (dout @ wide_v.swapaxes(-1, -2))
     delta = (p * dp).sum(-1, keepdims=True) - np.asarray(dlse, dtype)[..., None]
     ds = np.where(visible, p * (dp - delta), 0).astype(dtype)
-    scaled = scale * ds * slope
+    scaled = scale * ds * slopes
     return {
         "dq": (scaled @ wide_k).astype(dtype),
         "dk": _per_key_head(scaled.swapaxes(-1, -2) @ q, group),
@@ -101,6 +104,7 @@ def _in_order(
 def _scores(
     s: np.ndarray,
     softcap: float | None,
+    modifier: tuple[Any, Any],
     bias: Any,
     mask: Any,
     alibi: Any,
@@ -112,12 +116,17 @@ def _scores(
     if softcap is not None and softcap > 0:
         t = np.tanh(s / dtype(softcap))
         s, slope = dtype(softcap) * t, 1 - t * t
+    change, slope_of = modifier
+    if change is not None:
+        s, slope = change(s), slope * slope_of(s)
     positions: dict[str, Any] = {
         "causal": False,
         "align": "bottom_right",
         "window": (None, None),
     } | lengths
     p, j, visible = oracle.positions(*s.shape[-2:], **positions)
+    if change is not None:
+        visible = visible & (s != -np.inf)
     distance = np.abs(p - j).astype(dtype)
     if bias is not None:
         bias = np.asarray(bias).astype(dtype)

@@ -26,7 +26,7 @@ def installed() -> bool:
 def expresses(trial: Trial) -> bool:
     """Whether scaled_dot_product_attention() has the arguments. It lets NaN through masks."""
     case = trial.case
-    more = case.softcap or case.alibi or case.sinks or case.dropout_p
+    more = case.softcap or case.alibi or case.sinks or case.dropout_p or case.modifiers
     mixed = case.bias and case.bias_dtype not in ("", case.dtype)
     plain = trial.kind == "forward" and case.dtype in DTYPES
     return plain and not (more or mixed or trial.poison)

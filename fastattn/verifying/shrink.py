@@ -10,7 +10,12 @@ from .case import Case
 from .trial import Trial
 
 SIZES = ("batch", "heads_q", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
-PLAINER = {"backward": "forward", "varlen": "forward", "varlen backward": "varlen"}
+PLAINER = {
+    "merge": "forward",
+    "backward": "forward",
+    "varlen": "forward",
+    "varlen backward": "varlen",
+}
 
 
 def shrink(trial: Trial, fails: Callable[[Trial], bool]) -> Trial:
@@ -33,7 +38,7 @@ def _smaller(trial: Trial) -> Iterator[Trial]:
     case = trial.case
     if trial.kind in PLAINER:
         yield replace(trial, kind=PLAINER[trial.kind])
-    for name in ("layouts", "poison", "num_threads"):
+    for name in ("layouts", "poison", "num_threads", "page_size"):
         default = getattr(Trial(case), name)
         if getattr(trial, name) != default:
             yield replace(trial, **{name: default})

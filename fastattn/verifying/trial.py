@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from math import gcd
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..api import attention, attention_varlen, dropout_mask
 from ..backward import attention_backward, attention_varlen_backward
 from ..cpu.threads import num_threads
+from ..merging import merge
 from . import gradient_oracle, oracle
 from .case import Case, laid_out
+from .modifiers import Modified, modified
 
 Results = dict[str, np.ndarray]
 PACKED = ("varlen", "varlen backward")
 BACKWARD = ("backward", "varlen backward")
+HALVES = ("float16", "bfloat16")
 ORDERS = 4  # of the formula's sums, where one is not enough: see oracle.judge()
 
 
@@ -24,10 +28,11 @@ class Trial:
     """A call of a public function, all of it known from these values."""
 
     case: Case
-    kind: str = "forward"  # or "backward", "varlen", "varlen backward"
+    kind: str = "forward"  # or "merge", "backward", "varlen", "varlen backward"
     layouts: tuple[str, str, str] = ("plain", "plain", "plain")  # of q, k and v: see LAYOUTS
     poison: str = ""  # "q", "k" or "v": the one that holds a NaN somewhere
     num_threads: int = 1
+    page_size: int = 0  # of k and v: 0 for arrays in one piece. It must divide seqlen_k
     seed: int = 0
 
 
@@ -39,6 +44,8 @@ class Inputs:
     flags: dict[str, Any]
     dout: np.ndarray  # (batch, heads_q, seqlen_q, head_dim_v)
     dlse: np.ndarray
+    modified: Modified = field(default_factory=lambda: Modified({}))
+    floors: dict[str, float] = field(default_factory=dict)  # what _floors() has said
     # What judged() has said, by the number of orders.
     truth: dict[int, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
 
@@ -64,7 +71,10 @@ def inputs_of(trial: Trial) -> Inputs:
     if trial.kind in PACKED:  # there is no such row that could add to the gradient of a sink
         past = np.arange(case.seqlen_q) >= flags["q_len"][:, None, None]
         dout[np.broadcast_to(past, rows)], dlse[np.broadcast_to(past, rows)] = 0, 0
-    return Inputs(arrays, flags, dout, dlse)
+    sizes = case.seqlen_q, case.seqlen_k
+    if trial.kind in PACKED:
+        sizes = flags["q_len"].max(), flags["members"].max()
+    return Inputs(arrays, flags, dout, dlse, modified(case, sizes, rng))
 
 
 def results(trial: Trial, x: Inputs, backend: str) -> Results:
@@ -74,37 +84,59 @@ def results(trial: Trial, x: Inputs, backend: str) -> Results:
     same on a backend that promises it. Raises WrongAnswer if they are not.
     """
     arrays = tuple(map(laid_out, x.arrays, trial.layouts))
+    flags = x.flags | x.modified.arguments
+    if trial.page_size:
+        arrays, flags["block_table"] = _on_pages(trial, x)
     with num_threads(trial.num_threads):
-        found = _packed(trial, x, arrays, backend) if trial.kind in PACKED else None
-        found = found or _dense(trial, x, arrays, backend)
+        if trial.kind in PACKED:
+            return _packed(trial, x, arrays, flags, backend)
+        if trial.kind == "merge":
+            return _merged(trial, arrays, flags, backend)
+        found = _dense(trial, x, arrays, flags, backend)
     if backend != "numpy" and trial.kind == "forward":
         with num_threads(1):
-            again = attention(*arrays, **x.flags, backend=backend)
+            again = attention(*arrays, **flags, backend=backend)
         if again.tobytes() != found["out"].tobytes():
             raise oracle.WrongAnswer("other bits in a second call, on one thread")
     return found
 
 
-def _dense(trial: Trial, x: Inputs, arrays: tuple[np.ndarray, ...], backend: str) -> Results:
+def _dense(
+    trial: Trial, x: Inputs, arrays: tuple[np.ndarray, ...], flags: dict[str, Any], backend: str
+) -> Results:
     out = np.full(x.dout.shape, np.nan, x.dout.dtype)
-    _, lse = attention(*arrays, **x.flags, out=out, return_lse=True, backend=backend)
+    _, lse = attention(*arrays, **flags, out=out, return_lse=True, backend=backend)
     if trial.kind not in BACKWARD:
         return {"out": out, "lse": lse}
-    names = _wanted(x.flags)
+    names = _wanted(flags)
     others = {f"return_{name}": True for name in names[3:]}
     found = attention_backward(
-        x.dout, *arrays, out, lse, dlse=x.dlse, **x.flags, **others, backend=backend
+        x.dout, *arrays, out, lse, dlse=x.dlse, **flags, **others, backend=backend
     )
     return dict(zip(names, found, strict=True))
 
 
-def _packed(trial: Trial, x: Inputs, arrays: tuple[np.ndarray, ...], backend: str) -> Results:
+def _merged(
+    trial: Trial, arrays: tuple[np.ndarray, ...], flags: dict[str, Any], backend: str
+) -> Results:
+    """The merge of two calls, of which one sees the keys before a place and one the others."""
+    place = np.random.default_rng((trial.seed, 3)).integers(trial.case.seqlen_k + 1)
+    early = np.arange(trial.case.seqlen_k) < place
+    mask, sinks = flags.pop("mask", True), flags.pop("sinks", None)
+    flags |= {"return_lse": True, "backend": backend}
+    first = attention(*arrays, **flags, mask=mask & early, sinks=sinks)
+    second = attention(*arrays, **flags, mask=mask & ~early)
+    return dict(zip(("out", "lse"), merge(*first, *second), strict=True))
+
+
+def _packed(
+    trial: Trial, x: Inputs, arrays: tuple[np.ndarray, ...], flags: dict[str, Any], backend: str
+) -> Results:
     """The same through the packed functions; rows and keys past a member's are 0."""
-    flags = dict(x.flags)
     rows, members = flags.pop("q_len"), flags.pop("members")
     edges = np.cumsum([0, *rows]), np.cumsum([0, *members])
     dout, q = (_rows(a, rows) for a in (x.dout, arrays[0]))
-    k, v = (_rows(a, members) for a in arrays[1:])
+    k, v = arrays[1:] if trial.page_size else (_rows(a, members) for a in arrays[1:])
     out = np.full(dout.shape, np.nan, dout.dtype)
     _, lse = attention_varlen(q, k, v, *edges, **flags, out=out, return_lse=True, backend=backend)
     if trial.kind not in BACKWARD:
@@ -119,6 +151,31 @@ def _packed(trial: Trial, x: Inputs, arrays: tuple[np.ndarray, ...], backend: st
     lengths = (rows, members, members)
     main = map(_padded, found, lengths, [a.shape for a in x.arrays])
     return dict(zip(names, [*main, *found[3:]], strict=True))
+
+
+def _on_pages(trial: Trial, x: Inputs) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """((q, pages of k, pages of v), block_table): pages in any order, between others of NaN.
+
+    Where the table has no keys, it says nothing that could be used.
+    """
+    case, rng = trial.case, np.random.default_rng((trial.seed, 3))
+    size = gcd(trial.page_size, case.seqlen_k)  # what divides it, also of a problem made smaller
+    per_entry = case.seqlen_k // size
+    count = case.batch * per_entry
+    table = rng.permutation(count + 2)[:count].reshape(case.batch, per_entry)
+    found = [laid_out(x.arrays[0], trial.layouts[0])]
+    for a, layout in zip(x.arrays[1:], trial.layouts[1:], strict=True):
+        _, heads, _, dim = a.shape
+        pages = np.full((count + 2, heads, size, dim), np.nan, a.dtype)
+        pages[table] = a.reshape(case.batch, heads, per_entry, size, dim).swapaxes(1, 2)
+        found.append(laid_out(pages, layout))
+    first = size * np.arange(per_entry)
+    start, stop = (
+        np.broadcast_to(x.flags.get(name, default), case.batch)[:, None]
+        for name, default in (("kv_start", 0), ("kv_len", case.seqlen_k))
+    )
+    used = (first < stop) & (first + size > start) & (start < stop)
+    return tuple(found), np.where(used, table, -(2**31))
 
 
 def _rows(a: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -145,11 +202,15 @@ def _wanted(flags: dict[str, Any]) -> list[str]:
 def judged(trial: Trial, x: Inputs, orders: int) -> dict[str, tuple[Any, ...]]:
     """{name: (exact, formula)} of what results() returns."""
     flags = {name: value for name, value in x.flags.items() if name != "members"}
+    if x.modified.arguments:
+        flags["mask"] = flags.get("mask", True) & np.asarray(x.modified.visible)
+        flags["change"] = x.modified.change
     seed = flags.pop("dropout_seed", None)
     if seed is not None:
         p = trial.case.dropout_p
         flags["keep"] = dropout_mask(trial.case.shape("bhqk"), dropout_p=p, dropout_seed=seed)
     if trial.kind in BACKWARD:
+        flags["slope"] = x.modified.slope
         pair = gradient_oracle.judge(x.dout, *x.arrays, dlse=x.dlse, **flags, orders=orders)
         return {
             name: tuple(_summed(name, part[name], flags) for part in pair)
@@ -182,38 +243,53 @@ def error_ratio(trial: Trial, x: Inputs, found: Results) -> float:
     """The largest error over what is allowed: right up to 1. Raises WrongAnswer where NaNs or
     infinities stand in the wrong places.
     """
+    floors = x.floors = x.floors or _floors(trial, x)
     for orders in (1, ORDERS):
         if orders not in x.truth:
             x.truth[orders] = judged(trial, x, orders)
         ratio = 0.0
         for name, ours in found.items():
             exact, formula = x.truth[orders][name]
-            error, allowed = oracle.errors(ours, exact, formula, _floor(trial, x, name))
+            error, allowed = oracle.errors(ours, exact, formula, floors.get(name, floors[""]))
             ratio = max(ratio, float((error / allowed).max(initial=0.0)))
         if ratio <= 1:
             break
     return ratio
 
 
-def _floor(trial: Trial, x: Inputs, name: str) -> float:
-    """Roundings to allow where the formula's own error is a poor estimate of them."""
+def _floors(trial: Trial, x: Inputs) -> dict[str, float]:
+    """Roundings to allow where the formula's own error is a poor estimate of them: {name of a
+    result: how many}, and for the others under "".
+    """
     case = trial.case
-    q, k, v, dout = (np.abs(np.nan_to_num(a.astype(float))) for a in (*x.arrays, x.dout))
+    q, k, v, dout = (_largest(a) for a in (*x.arrays, x.dout))
     scale = case.head_dim**-0.5 if case.scale is None else abs(case.scale)
     # A score is rounded in units of its own size before it is an exponent.
-    floor = (
-        case.floor()
-        + scale * np.sqrt((q**2).sum(-1).max(initial=0) * (k**2).sum(-1).max(initial=0)) / 4
-    )
+    floor = case.floor() + scale * q.row * k.row / 4
+    halves = oracle.EPS[case.dtype] / oracle.EPS["float32"] if case.dtype in HALVES else 0.0
+    if trial.kind == "merge":
+        return {"": floor + 2 * halves}  # both parts were rounded
     if trial.kind not in BACKWARD:
-        return float(floor)
+        return {"": floor}
     # ds = p * (dp - delta), where one key has all the weight, is the difference of two like
     # products, as large as the norms of dout and v. Then come scale and k, or q, or the distance.
-    ds = np.sqrt((dout**2).sum(-1).max(initial=0) * (v**2).sum(-1).max(initial=0))
-    if case.dtype in ("float16", "bfloat16"):
+    ds = dout.row * v.row
+    if halves:
         # out was rounded to the type of dout, and delta is a product of the two.
-        floor, ds = (x * oracle.EPS[case.dtype] / oracle.EPS["float32"] for x in (2, ds / 8))
-    factor = scale * max(q.max(initial=0), k.max(initial=0))
-    if name == "dalibi":
-        factor = 2.0 * (case.seqlen_q + case.seqlen_k)
-    return float(floor + 2 * ds * max(1.0, factor))
+        floor, ds = 2 * halves, ds / 8 * halves
+    factor = max(1.0, scale * max(q.element, k.element))
+    distance = 2.0 * (case.seqlen_q + case.seqlen_k)
+    return {"": floor + 2 * ds * factor, "dalibi": floor + 2 * ds * distance}
+
+
+class _Largest(NamedTuple):
+    """Of the numbers of an array."""
+
+    element: float
+    row: float  # norm
+
+
+def _largest(a: np.ndarray) -> _Largest:
+    a = np.nan_to_num(a.astype(float))
+    squares = np.einsum("...d,...d", a, a)
+    return _Largest(float(np.abs(a).max(initial=0)), float(np.sqrt(squares.max(initial=0))))
