@@ -7,6 +7,7 @@ python bench/faces.py --only 'jax*' --rounds 21
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -244,8 +245,42 @@ def torch_recorded(tensors: list[Any]) -> Call:
 def torch_operator(tensors: list[Any]) -> Call:
     import torch
 
-    call = (*tensors, *[None] * 10, True, "top_left", None, None, 0, 0.0, 0.0)
+    call = _operator_call(tensors)
     return lambda: torch.ops.fastattn.attention(*call)[0]
+
+
+def torch_empty(shape: tuple[int, ...]) -> Pair:
+    """The floor of "torch.ops": an operator of the same arguments that only makes its results, and
+    after it the core alone.
+    """
+    import torch
+
+    q, k, v = (torch.from_numpy(a.swapaxes(1, 2)) for a in inputs(shape))
+    call, alone = _operator_call([q, k, v]), core(inputs(shape))
+    _, operator = _empty_operator()
+
+    def face() -> np.ndarray:
+        operator(*call)
+        return alone()
+
+    return face, alone
+
+
+@functools.cache
+def _empty_operator() -> tuple[Any, Call]:
+    """(the library that must outlive it, the operator)."""
+    import torch
+
+    from fastattn.torch.ops import ARGUMENTS
+
+    library = torch.library.Library("faces", "DEF")
+    library.define(f"empty({ARGUMENTS}) -> (Tensor, Tensor)")
+    library.impl("empty", lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:3])), "CPU")
+    return library, torch.ops.faces.empty
+
+
+def _operator_call(tensors: list[Any]) -> tuple[Any, ...]:
+    return (*tensors, *[None] * 10, True, "top_left", None, None, 0, 0.0, 0.0)
 
 
 FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
@@ -266,6 +301,7 @@ FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
     "torch": torch_call(torch_direct),
     "torch, with gradients": torch_call(torch_recorded, return_lse=True),
     "torch.ops": torch_call(torch_operator, return_lse=True),
+    "torch.ops, empty": torch_empty,
 }
 
 

@@ -140,21 +140,22 @@ def attention(
     given = q
     if type(q) is not np.ndarray:
         q, k, v = array_view("q", q), array_view("k", k), array_view("v", v)
-    arrays: Any = (q, k, v)
+    arrays: Any = (q, k, v, mask, bias)
     key = None
-    no_arrays = bias is mask is alibi is sinks is out is None
     no_lengths = kv_len is kv_start is block_table is None
     no_modifiers = score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux
     no_dropout = type(dropout_p) is float and dropout_p == 0
-    on_host = given is q or not is_device_view(q)
-    plain = no_arrays and q_len is None and no_modifiers and no_dropout
-    if on_host and plain and return_lse is False:
-        options = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed, backend)
+    on_host = given is q or not any(map(is_device_view, arrays[:3]))
+    plain = alibi is sinks is q_len is out is None and no_modifiers and no_dropout
+    if on_host and plain:
+        numbers = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed)
         lengths = repeat.NO_LENGTHS if no_lengths else Lengths(kv_len, kv_start, block_table)
-        key = repeat.key_of(arrays, options, window, lengths)
-        result = None if key is None else repeat.answer(key, arrays, align, lengths)
-        if result is not None:
-            return result if given is q else like(given, result)
+        key = repeat.key_of(arrays, (*numbers, return_lse, backend), window, lengths)
+        found = None if key is None else repeat.answer(key, arrays, align, lengths)
+        if found is not None:
+            if given is not q:
+                found = like(given, found[0]), like(given, found[1])
+            return found if return_lse else found[0]
     check_backend(backend)
     problem, operands = check(
         q,

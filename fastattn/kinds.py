@@ -24,7 +24,7 @@ def numpy_view(name: str, x: Any) -> np.ndarray:
     if type(x) is np.ndarray:
         return x
     if is_tensor(x):
-        return _view_of_tensor(name, x)
+        return view_of_tensor(name, x)
     if isinstance(x, np.ma.MaskedArray):  # whose mask would be lost
         raise TypeError(
             f"{name} must be a plain array, got a masked array. Pass its .data, and mask=~its mask "
@@ -87,6 +87,26 @@ def is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, getattr(torch, "Tensor", ()))
 
 
+def view_of_tensor(name: str, x: Any) -> np.ndarray:
+    """Return numpy_view() of a tensor of torch."""
+    torch = sys.modules["torch"]
+    if x.requires_grad:
+        if torch.is_grad_enabled():
+            raise TypeError(
+                f"{name} must not require a gradient, which would not be recorded. Pass "
+                f"{name}.detach(), or call the functions of fastattn.torch."
+            )
+        x = x.detach()
+    try:
+        if x.dtype is torch.bfloat16:
+            return x.view(torch.int16).numpy().view(_bfloat16())
+        return x.numpy()
+    # On a device, sparse, quantized, nested, without data, within vmap, lazily negative, ...
+    except (TypeError, RuntimeError) as error:
+        rule = f"{name} must be a dense tensor in the memory of the CPU"
+        raise TypeError(f"{rule}, got {x.dtype} of another kind: {error}") from None
+
+
 def as_tensor(array: Any) -> Any:
     """Return a writeable array as a tensor that shares its memory."""
     torch = sys.modules["torch"]
@@ -119,25 +139,6 @@ def device_of(array: np.ndarray) -> int | None:
     while type(base) is np.ndarray:
         base = base.base
     return None if base is None else getattr(base, "gpu_ordinal", None)
-
-
-def _view_of_tensor(name: str, x: Any) -> np.ndarray:
-    torch = sys.modules["torch"]
-    if x.requires_grad:
-        if torch.is_grad_enabled():
-            raise TypeError(
-                f"{name} must not require a gradient, which would not be recorded. Pass "
-                f"{name}.detach(), or call the functions of fastattn.torch."
-            )
-        x = x.detach()
-    try:
-        if x.dtype is torch.bfloat16:
-            return x.view(torch.int16).numpy().view(_bfloat16())
-        return x.numpy()
-    # On a device, sparse, quantized, nested, without data, within vmap, lazily negative, ...
-    except (TypeError, RuntimeError) as error:
-        rule = f"{name} must be a dense tensor in the memory of the CPU"
-        raise TypeError(f"{rule}, got {x.dtype} of another kind: {error}") from None
 
 
 @cache

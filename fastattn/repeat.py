@@ -2,8 +2,8 @@
 
 A model makes the same call thousands of times, layer after layer, and a small one spends more time
 on its arguments than on its numbers. Kept are calls of plain arrays on the cpu backend whose other
-arrays are lengths and pages of each batch entry, which are looked at each time; all others take the
-long way.
+arrays are mask and bias, and lengths and pages of each batch entry, which are looked at each time;
+all others take the long way.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def key_of(
 ) -> Key | None:
     """What a call depends on besides addresses and lengths; None if it is not to be kept.
 
+    arrays: q, k and v in the memory of the CPU, or these with mask and bias, which may be None.
     options: its other arguments, which must be scalars. Equal ones of other types (1 and True) are
     not the same argument, so their types are part of the key.
     """
@@ -55,9 +56,12 @@ def key_of(
     kind = None if lengths is NO_LENGTHS else lengths.block_table is not None
     key: Key = (kind, get_num_threads(), options, kinds)
     for a in arrays:
-        if type(a) is not np.ndarray:
+        if type(a) is np.ndarray:
+            key += (a.dtype, a.shape, a.strides)
+        elif a is None:
+            key += (None,)
+        else:
             return None
-        key += (a.dtype, a.shape, a.strides)
     return key
 
 
@@ -85,8 +89,10 @@ def ranges_and_table(
     return (ranges, table) if keys == known.problem.seqlen_k else None
 
 
-def answer(key: Key, arrays: tuple[Any, ...], align: Any, lengths: Lengths) -> np.ndarray | None:
-    """The result of a call, if one like it has been made before."""
+def answer(
+    key: Key, arrays: tuple[Any, ...], align: Any, lengths: Lengths
+) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """(out, lse or None) of a call, if one like it has been made before."""
     known = _known.get(key)
     if known is None:
         return None
@@ -97,7 +103,7 @@ def answer(key: Key, arrays: tuple[Any, ...], align: Any, lengths: Lengths) -> n
 
 
 def keep(
-    key: Key, arrays: tuple[np.ndarray, ...], plan: Plan, operands: Operands, shape: tuple[int, ...]
+    key: Key, arrays: tuple[Any, ...], plan: Plan, operands: Operands, shape: tuple[int, ...]
 ) -> None:
     """Keep a call that has been answered by a result of `shape`, unless check() copied an array or
     made views of the keys that its lengths name.
@@ -109,8 +115,8 @@ def keep(
     from .cpu.layout import address
     from .cpu.run import Repeat
 
-    views = (operands.q, operands.k, operands.v)
-    if any(address(view) != address(a) for view, a in zip(views, arrays, strict=True)):
+    views = (operands.q, operands.k, operands.v, operands.mask, operands.bias)
+    if any(address(view) != address(a) for view, a in zip(views, arrays, strict=False)):
         return
     if len(_known) >= MOST:
         forget()

@@ -63,17 +63,30 @@ def scaled_dot_product_attention(
     """
     given = query
     arrays: Any = tuple(map(array_view, TORCH_NAMES[:3], (query, key, value)))
-    call = None
-    is_plain = attn_mask is None and type(dropout_p) is float and dropout_p == 0
-    if is_plain and not is_device_view(arrays[0]):
-        call = repeat.key_of(arrays, (scale, is_causal, enable_gqa), ())
+    mask, bias = mask_or_bias(attn_mask, is_causal, arrays[0])
+    kept, call, options = (*arrays, mask, bias), None, (scale, is_causal, enable_gqa)
+    on_host = type(query) is type(key) is type(value) is np.ndarray and attn_mask is None
+    on_host = on_host or not any(a is not None and is_device_view(a) for a in kept)
+    if on_host and type(dropout_p) is float and dropout_p == 0:
+        call = repeat.key_of(kept, options, ())
         known = repeat.find(call)
-        result = None if known is None else known.run(arrays)
-        if result is not None:
-            return like(given, result)
-    mask, bias = _mask_or_bias(attn_mask, is_causal, arrays[0])
+        found = None if known is None else known.run(kept)
+        if found is not None:
+            return like(given, found[0])
+    return like(given, answer(kept, options, dropout_p, call))
+
+
+def answer(
+    arrays: tuple[Any, ...], options: tuple[Any, ...], dropout_p: Any, key: repeat.Key | None
+) -> np.ndarray:
+    """Return the result for query, key, value, mask and bias, and keep the call under `key`.
+
+    options: scale, is_causal and enable_gqa
+    """
+    *operands_given, mask, bias = arrays
+    scale, is_causal, enable_gqa = options
     problem, operands = check(
-        *(arrays if flag("enable_gqa", enable_gqa) else _broadcast_heads(*arrays)),
+        *(operands_given if flag("enable_gqa", enable_gqa) else _broadcast_heads(*operands_given)),
         scale=scale,
         causal=is_causal,
         align="top_left",
@@ -84,18 +97,18 @@ def scaled_dot_product_attention(
         in_order_of_q=True,
     )
     chosen = run(problem, operands, "auto")
-    is_one_head = all(a.ndim == 2 for a in arrays)
+    is_one_head = all(a.ndim == 2 for a in operands_given)
     result = operands.out[0] if is_one_head else operands.out
-    if call is not None and chosen is not None:
-        repeat.keep(call, arrays, chosen, operands, result.shape)
-    return like(given, result)
+    if key is not None and chosen is not None:
+        repeat.keep(key, arrays, chosen, operands, result.shape)
+    return result
 
 
 # --- PyTorch's rules ----------------------------------------------------------------------------
 
 
-def _mask_or_bias(
-    attn_mask: Any, is_causal: bool, query: np.ndarray
+def mask_or_bias(
+    attn_mask: Any, is_causal: Any, query: np.ndarray
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return attn_mask as (mask, bias), one of them None."""
     if attn_mask is None:

@@ -23,9 +23,8 @@ def arrays(rng, shape=(2, 3, 5, 8), dtype=np.float32):
 
 
 def the_long_way(*inputs, **options):
-    out = fastattn.attention(*inputs, **options, out=None, return_lse=True)[0]
-    assert isinstance(out, np.ndarray)
-    return out
+    """The same, by lengths that mean nothing: calls that have them are not kept."""
+    return fastattn.attention(*inputs, **options, q_len=inputs[0].shape[-2])
 
 
 OPTIONS = {
@@ -137,6 +136,44 @@ def test_equal_options_of_a_wrong_type_are_still_refused(good, bad, rng):
         fastattn.attention(*inputs, **bad)
 
 
+@pytest.mark.parametrize("rank", [2, 4])
+@pytest.mark.parametrize("name", ["mask", "bias", "lse"])
+def test_masks_biases_and_lse(name, rank, rng):
+    """Other ones each time, seen again by their layout."""
+    for _ in range(3):
+        inputs = [a[(0,) * (4 - rank)] for a in arrays(rng)]
+        bias = rng.standard_normal((5, 5)).astype(np.float32)
+        bias[2] = -np.inf  # a row that sees no key
+        options = {"mask": {"mask": bias > 0}, "bias": {"bias": bias}, "lse": {}}[name]
+        found = fastattn.attention(*inputs, **options, return_lse=name == "lse")
+        wanted = the_long_way(*inputs, **options, return_lse=name == "lse")
+        for a, b in zip(found, wanted, strict=True) if name == "lse" else [(found, wanted)]:
+            assert a.shape == b.shape
+            assert a.tobytes() == b.tobytes()
+    assert len(repeat._known) == 1
+
+
+def test_which_arrays_are_given_counts(rng):
+    """One of the shape of a mask may be a bias, and a mask may broadcast in several ways."""
+    q, k, v = arrays(rng, (2, 3, 5, 8), np.float64)
+    bias = rng.standard_normal((3, 5, 5))
+    for options in ({"bias": bias}, {"mask": bias > 0}, {"mask": bias[0] > 0}, {"bias": bias[:1]}):
+        for _ in range(2):
+            found = fastattn.attention(q, k, v, **options)
+            np.testing.assert_array_equal(found, the_long_way(q, k, v, **options))
+    assert len(repeat._known) == 4
+
+
+def test_torchs_signature_with_masks(rng):
+    for _ in range(2):
+        inputs = arrays(rng)
+        added = rng.standard_normal((5, 5)).astype(np.float32)
+        for attn_mask, meaning in ((added, {"bias": added}), (added > 0, {"mask": added > 0})):
+            found = fastattn.scaled_dot_product_attention(*inputs, attn_mask)
+            np.testing.assert_array_equal(found, the_long_way(*inputs, **meaning))
+    assert len(repeat._known) == 2
+
+
 def test_what_is_not_kept(rng):
     q, k, v = arrays(rng)
     swapped = q.astype(q.dtype.newbyteorder())
@@ -144,7 +181,9 @@ def test_what_is_not_kept(rng):
     fastattn.attention(q, k, v, backend="numpy")
     fastattn.attention(q, k, v, align=np.array([0, 1]))
     fastattn.attention(q, k, v, dropout_p=0.5)
-    fastattn.attention(q, k, v, mask=np.ones((5, 5), bool))
+    fastattn.attention(q, k, v, sinks=np.ones(3, np.float32))
+    fastattn.attention(q, k, v, kv_len=4)
+    fastattn.attention(q, k, v, mask=np.ones((5, 5), bool).tolist())
     fastattn.attention(q[:, :0], k, v)
     assert not repeat._known
 

@@ -98,8 +98,8 @@ def test_operators_keep_their_contracts():
     torch.library.opcheck(torch.ops.fastattn.attention.default, (tokens_first, *call[1:]))
     out, lse = torch.ops.fastattn.attention(*call)
     detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in call]
-    results = [out.detach(), lse.detach(), out.detach(), lse.detach(), [True, False, False]]
-    torch.library.opcheck(torch.ops.fastattn.attention_backward.default, (*results, *detached))
+    of_backward = (*(t.detach() for t in (out, lse, out, lse)), *detached, [True, False, False])
+    torch.library.opcheck(torch.ops.fastattn.attention_backward.default, of_backward)
     one_head = tuple(a.detach()[:, :1].requires_grad_() for a in (q, k, v))
     torch.library.opcheck(torch.ops.fastattn.scaled_dot_product_attention.default, one_head)
 

@@ -34,7 +34,9 @@ from .share import Share
 UNLIMITED = 1 << 40  # a window side of None: past any key
 FLOP_PER_CALL = 500_000_000  # a kernel returns after this much, 5 to 50 ms, to let Python act
 _UNTOUCHED = -1.0  # no sum of exponentials
-_Q, _K, _V, _OUT = (PLACE[name] for name in ("q", "k", "v", "out"))
+_Q, _K, _V, _MASK, _BIAS, _OUT, _LSE = (
+    PLACE[name] for name in ("q", "k", "v", "mask", "bias", "out", "lse")
+)
 _RANGES, _TABLE, _MAX_PAGES = (PLACE[n] for n in ("ranges", "block_table", "max_pages"))
 
 
@@ -179,7 +181,7 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     """Write operands.out and operands.lse."""
     state = row_states(plan, problem, operands)
     if state is not None and operands.lse is not None:
-        _write_lse(operands.lse, operands, state)
+        _write_lse(operands.lse, state, operands.ranges, operands.sinks)
 
 
 def row_states(plan: Plan, problem: Problem, operands: Operands) -> np.ndarray | None:
@@ -243,44 +245,77 @@ def _draw(plan: Plan, prepared: _Prepared, job: Array, keep: tuple[Any, ...]) ->
 
 
 class Repeat:
-    """A call whose options are numbers and lengths, ready for other arrays of the same layout."""
+    """A call whose other arrays are mask, bias, lengths and pages, ready for more of its layout."""
 
     def __init__(self, plan: Plan, operands: Operands, shape: tuple[int, ...]):
         """shape: of the result, as many elements as operands.out."""
         self.problem, self.lead = plan.problem, operands.q.shape[:-3]
         self._plan, self._prepared = plan, _prepare(plan)
         self._shape, self._axes = _order(operands.out, shape)
-        self._dtype = operands.out.dtype
-        self._job = _job(self._prepared, plan.problem, operands, None, [])
+        self._dtype, self._lse_dtype = operands.out.dtype, plan.problem.variant.dtype
+        self._low_bits = self._dtype.itemsize - 1
+        self._bias_bits = 0 if operands.bias is None else operands.bias.itemsize - 1
+        self._lse_shape, self._state_shape, state = None, (), None
+        if operands.lse is not None:
+            self._lse_shape, self._state_shape = shape[:-1], (*operands.lse.shape, 2)
+            state = np.empty(self._state_shape, self._lse_dtype)
+        self._job = _job(self._prepared, plan.problem, operands, state, [])
 
     def run(
         self,
-        arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
+        arrays: tuple[np.ndarray | None, ...],
         ranges: np.ndarray | None = None,
         table: np.ndarray | None = None,
-    ) -> np.ndarray | None:
-        """Return the result for q, k and v; None if one is not aligned, which its layout does not
-        say, or if there is too little memory.
+    ) -> tuple[np.ndarray, np.ndarray | None] | None:
+        """Return (out, lse or None) for q, k and v, or these with mask and bias; None if write()
+        cannot.
 
         ranges, table  Operands.ranges and block_table, if the call had them
         """
-        q, k, v = map(address, arrays)
-        if (q | k | v) % self._dtype.itemsize:
-            return None
+        out, lse = self.new_results()
+        masks = (0, 0) if len(arrays) == 3 else ()
+        places = (*map(address, arrays), *masks, address(out))
+        return (out, lse) if self.write(places, (arrays, out), lse, ranges, table) else None
+
+    def new_results(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """(out, lse or None), without contents."""
         out = np.empty(self._shape, self._dtype)
         if self._axes is not None:
             out = out.transpose(self._axes)
+        return out, None if self._lse_shape is None else np.empty(self._lse_shape, self._lse_dtype)
+
+    def write(
+        self,
+        places: tuple[int, ...],
+        keep: tuple[Any, ...],
+        lse: np.ndarray | None = None,
+        ranges: np.ndarray | None = None,
+        table: np.ndarray | None = None,
+    ) -> bool:
+        """Write the result of q, k, v, mask and bias at these addresses, 0 for none, to that of
+        out, all of which `keep` keeps alive, and to lse. False if one is not aligned, which the
+        layout does not say, or if there is too little memory.
+        """
         job = Job.from_buffer_copy(self._job)
-        job[_Q], job[_K], job[_V], job[_OUT] = q, k, v, address(out)
+        job[_Q], job[_K], job[_V], job[_MASK], job[_BIAS], job[_OUT] = q, k, v, _, bias, _ = places
+        if (q | k | v) & self._low_bits or bias & self._bias_bits:
+            return False
         if ranges is not None:
             job[_RANGES] = address(ranges)
         if table is not None:
             job[_TABLE], job[_MAX_PAGES] = address(table), table.shape[-1]
+        keep = (keep, ranges, table)
         try:
-            _draw(self._plan, self._prepared, job, (arrays, out, ranges, table))
+            if lse is None:
+                _draw(self._plan, self._prepared, job, keep)
+            else:
+                state = np.empty(self._state_shape, self._lse_dtype)
+                job[_LSE] = address(state)
+                _draw(self._plan, self._prepared, job, (keep, state))
+                _write_lse(lse.reshape(self._state_shape[:-1]), state)
         except MemoryError:
-            return None
-        return out
+            return False
+        return True
 
 
 def _order(
@@ -295,16 +330,21 @@ def _order(
     return tuple(shape[axis] for axis in axes), tuple(axes.index(n) for n in range(out.ndim))
 
 
-def _write_lse(lse: np.ndarray, operands: Operands, state: np.ndarray) -> None:
+def _write_lse(
+    lse: np.ndarray,
+    state: np.ndarray,
+    ranges: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+) -> None:
     """Turn references and sums into lse, but for rows past q_len, which api has written."""
-    written: Any = True if operands.ranges is None else state[..., 1] != _UNTOUCHED
+    written: Any = True if ranges is None else state[..., 1] != _UNTOUCHED
     # log(0) of a row that saw nothing is -inf, as it should be.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         np.add(state[..., 0] * LN_2, np.log(state[..., 1]), out=lse, where=written)
-        if operands.sinks is not None:
+        if sinks is not None:
             # A row that saw no key gets its sink to the bit: api writes it where there are no keys.
-            is_sink = (state[..., 1] == 1) & (state[..., 0] == base_2(operands.sinks)[:, None])
-            np.copyto(lse, operands.sinks[:, None], where=is_sink)
+            is_sink = (state[..., 1] == 1) & (state[..., 0] == base_2(sinks)[:, None])
+            np.copyto(lse, sinks[:, None], where=is_sink)
 
 
 def base_2(x: np.ndarray) -> np.ndarray:

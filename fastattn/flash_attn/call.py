@@ -39,7 +39,7 @@ def attend(
         known = repeat.find(key)
         found = None if known is None else known.run(views)
         if found is not None:
-            return like(q, found.swapaxes(1, 2)), None
+            return like(q, found[0].swapaxes(1, 2)), None
     if "block_table" not in options:
         check_batch(q=views[0], k=views[1], v=views[2])
     batch, heads, seqlen_q, _ = views[0].shape

@@ -145,7 +145,7 @@ def _attend(
         cache.k[places], cache.v[places] = new
     found = known.run(views, *ready) if known and ready else None
     if found is not None:
-        return found.swapaxes(1, 2), None
+        return found[0].swapaxes(1, 2), None
     problem, operands = checked or _checked(views, lengths, options)
     chosen = run(problem, operands, "auto")
     if key is not None and chosen is not None:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .. import api
 from ..errors import as_argument_error
+from ..kinds import as_tensor
 from .call import Call
-from .dispatch import autocast, is_direct, number, seed_of
+from .dispatch import array_of, autocast, is_direct, number, seed_of
 from .ops import run
 from .threads import on_threads_of_torch
 
@@ -60,7 +61,7 @@ def attention(
         is_plain_call = type(dropout_p) is float and dropout_p == 0
         if is_plain_call and is_direct(q, k, v, bias, mask, alibi, sinks):
             options |= {"window": window, "return_lse": return_lse}
-            return on_threads_of_torch((q, k, v), api.attention, q, k, v, **options)
+            return on_threads_of_torch((q, k, v), _directly, q, k, v, **options)
         for name in ("q_len", "kv_len", "kv_start"):
             options[name] = _ints(options[name])
         if not isinstance(align, str):
@@ -76,6 +77,14 @@ def attention(
         return found if return_lse else found[0]
     except (TypeError, ValueError) as error:
         raise as_argument_error(error) from None
+
+
+def _directly(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Return the result of plain tensors."""
+    for name in ("mask", "bias"):
+        options[name] = array_of(name, options[name])
+    found = api.attention(*map(array_of, "qkv", (q, k, v)), **options)
+    return tuple(map(as_tensor, found)) if options["return_lse"] else as_tensor(found)
 
 
 def _ints(value: Any) -> Tensor | None:

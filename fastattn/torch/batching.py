@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,25 +29,25 @@ def batched_backward(
     dlse: Any,
     out: Any,
     lse: Any,
-    wanted: list[bool],
-    *arguments: Any,
+    *others: Any,
 ) -> Any:
     """The rule of torch.ops.fastattn.attention_backward: (gradients, their axes)."""
     size = info.batch_size
-    call, rank = _at_front(arguments, in_dims[5:], size)
+    *arguments, wanted = others
+    call, rank = _at_front(arguments, in_dims[4:-1], size)
     if wanted[ON_DEMAND.index("sinks")]:
         raise NotImplementedError("the gradient of sinks cannot be taken under vmap")
     rows = max(rank, 3)
     results = zip((dout, dlse, out, lse), in_dims, (rows, rows - 1) * 2, strict=False)
     front = [_front(t, axis, size, ndim) for t, axis, ndim in results]
-    found = torch.ops.fastattn.attention_backward(*front, wanted, *call)
+    found = torch.ops.fastattn.attention_backward(*front, *call, wanted)
     names = ["q", "k", "v", *(n for n, want in zip(ON_DEMAND, wanted, strict=True) if want)]
-    shapes = {name: _logical_shape(t, axis) for name, t, axis in _named(arguments, in_dims[5:])}
+    shapes = {name: _logical_shape(t, axis) for name, t, axis in _named(arguments, in_dims[4:-1])}
     gradients = [g.reshape(size, *shapes[n]) for n, g in zip(names, found, strict=True)]
     return gradients, [0] * len(gradients)
 
 
-def _at_front(arguments: tuple[Any, ...], in_dims: Any, size: int) -> tuple[Call, int]:
+def _at_front(arguments: Sequence[Any], in_dims: Any, size: int) -> tuple[Call, int]:
     """Return the call with an axis of `size` in front of every tensor, and the rank that q, k and v
     had without it.
     """
@@ -69,7 +70,7 @@ def _at_front(arguments: tuple[Any, ...], in_dims: Any, size: int) -> tuple[Call
     return call._replace(**front), rank
 
 
-def _named(arguments: tuple[Any, ...], in_dims: Any) -> Any:
+def _named(arguments: Sequence[Any], in_dims: Any) -> Any:
     """(name, tensor, vmap's axis of it or None) of the tensors that are given."""
     given = zip(Call._fields[:TENSORS], arguments, in_dims, strict=False)
     return (entry for entry in given if entry[1] is not None)

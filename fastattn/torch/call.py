@@ -29,6 +29,10 @@ class Call(NamedTuple):
     softcap: float = 0.0
     dropout_p: float = 0.0
 
+    def has_no_other_tensors(self) -> bool:
+        """Whether ARRAYS are all the tensors that there are."""
+        return self[OTHERS:TENSORS] == NO_OTHERS
+
     def options(self) -> dict[str, Any]:
         """All but q, k and v, as attention() takes them."""
         options = self._asdict()
@@ -42,5 +46,8 @@ class Call(NamedTuple):
         return options
 
 
+ARRAYS = ("q", "k", "v", "mask", "bias")
+OTHERS = Call._fields.index("alibi")  # tensors from here on are not of ARRAYS
 TENSORS = Call._fields.index("scale")  # arguments before it
 ON_DEMAND = ("bias", "sinks", "alibi")  # whose gradients attention_backward() returns, in its order
+NO_OTHERS = (None,) * (TENSORS - OTHERS)

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention
+from .. import launch, repeat
 from ..backward import attention_backward
+from ..check import check
+from ..kinds import as_tensor
 from .batching import batched_backward, batched_forward
-from .call import ON_DEMAND, TENSORS, Call
-from .dispatch import is_plain, is_transformed, needs_gradient
+from .call import ARRAYS, ON_DEMAND, TENSORS, Call
+from .dispatch import array_of, is_plain, is_transformed, needs_gradient
 from .threads import on_threads_of_torch
 
 ARGUMENTS = (
@@ -24,33 +26,57 @@ ARGUMENTS = (
     "float? scale, bool causal, str align, SymInt? left, SymInt? right, SymInt chunk, "
     "float softcap, float dropout_p"
 )
-OF_BACKWARD = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
+# A library, and not torch.library.custom_op: an empty operator of these arguments takes 6 us, made
+# by that 18, and 115 where it is recorded.
+LIBRARY = torch.library.Library("fastattn", "DEF")
+LIBRARY.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, "
+    f"{ARGUMENTS}, bool[] wanted) -> Tensor[]"
+)
+OPERATOR = torch.ops.fastattn.attention.default
+OPERATOR_OF_BACKWARD = torch.ops.fastattn.attention_backward.default
+TENSORS_OF_BACKWARD = 4 + TENSORS
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
     """Return (out, lse), by the shortest way: the dispatcher costs more than a small call."""
     tensors = call[:TENSORS]
-    if is_transformed() or (needs_gradient(*tensors) and is_plain(*tensors)):
-        return Recorded.apply(*call)
-    return _forward_by_values(*call)
-
-
-def _forward_by_values(*arguments: Any) -> tuple[Tensor, Tensor]:
-    if is_plain(*arguments[:TENSORS]):
-        return forward(*arguments)
-    return torch.ops.fastattn.attention(*arguments)
+    if is_transformed():
+        return Transformed.apply(*call)
+    if not is_plain(*tensors):
+        return OPERATOR(*call)
+    return Recorded.apply(*call) if needs_gradient(*tensors) else forward(*call)
 
 
 # --- forward ------------------------------------------------------------------------------------
 
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return (out, lse)."""
-    call = Call(*arguments)
+    """Return (out, lse) of tensors in the memory of the CPU."""
+    return on_threads_of_torch(arguments[:3], _forward, Call(*arguments))
+
+
+def _forward(call: Call) -> tuple[Tensor, Tensor]:
+    arrays = tuple(map(array_of, ARRAYS, (call.q, call.k, call.v, call.mask, call.bias)))
+    key = None
+    if call.has_no_other_tensors():
+        key = repeat.key_of(arrays, ("operator", *call[TENSORS:]), ())
+        known = repeat.find(key)
+        again = None if known is None else known.run(arrays)
+        if again is not None:
+            return as_tensor(again[0]), as_tensor(again[1])
+    options = call.options() | {"mask": arrays[3], "bias": arrays[4], "return_lse": True}
     with torch.no_grad():  # the operator's kernel is called with gradients enabled
         out = None if call.q.is_contiguous() else _empty_out(call.q, call.k, call.v)
-        options = call.options() | {"return_lse": True, "out": out}
-        return on_threads_of_torch(call[:3], attention, *call[:3], **options)
+        problem, operands = check(*arrays[:3], **options, out=out)
+        chosen = launch.run(problem, operands, "auto")
+    found: Any = operands.out, operands.lse
+    if call.q.ndim == call.k.ndim == call.v.ndim == 2:
+        found = found[0][0], found[1][0]
+    if key is not None and chosen is not None:
+        repeat.keep(key, arrays, chosen, operands, found[0].shape)
+    return as_tensor(found[0]) if out is None else out, as_tensor(found[1])
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -83,23 +109,19 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     needed = dict(zip(Call._fields, ctx.needs_input_grad, strict=True))
     wanted = [needed[name] for name in ON_DEMAND]
     call = (*tensors, *ctx.others)
-    found = _find_gradients(dout, dlse, out, lse, wanted, *call)
+    found = _find_gradients(dout, dlse, out, lse, *call, wanted)
     names = ["q", "k", "v", *(name for name in ON_DEMAND if needed[name])]
     gradients = dict(zip(names, found, strict=True))
     return tuple(gradients.get(name) for name in Call._fields)
 
 
 def _find_gradients(*arguments: Any) -> Any:
-    tensors = [a for a in arguments if isinstance(a, Tensor)]
-    if is_transformed() or (needs_gradient(*tensors) and is_plain(*tensors)):
-        return RecordedBackward.apply(*arguments)
-    return _backward_by_values(*arguments)
-
-
-def _backward_by_values(*arguments: Any) -> tuple[Tensor, ...]:
-    if is_plain(*(a for a in arguments if isinstance(a, Tensor))):
-        return tuple(backward(*arguments))
-    return tuple(torch.ops.fastattn.attention_backward(*arguments))
+    tensors = arguments[:TENSORS_OF_BACKWARD]
+    if is_transformed():
+        return TransformedBackward.apply(*arguments)
+    if is_plain(*tensors) and not needs_gradient(*tensors):
+        return backward(*arguments)
+    return OPERATOR_OF_BACKWARD(*arguments)
 
 
 def backward(
@@ -107,11 +129,10 @@ def backward(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    wanted: list[bool],
     *arguments: Any,
 ) -> list[Tensor]:
-    """Return dq, dk, dv and those of ON_DEMAND that are wanted."""
-    call = Call(*arguments)
+    """Return dq, dk, dv and those of ON_DEMAND that are wanted: the last argument says which."""
+    call, wanted = Call(*arguments[:-1]), arguments[-1]
     asked = {f"return_d{name}": want for name, want in zip(ON_DEMAND, wanted, strict=True)}
     with torch.no_grad():
         dout = torch.zeros_like(out) if dout is None else dout
@@ -121,16 +142,10 @@ def backward(
         return list(on_threads_of_torch(call[:3], attention_backward, *results, **of_call))
 
 
-def _fake_backward(
-    dout: Any, dlse: Any, out: Any, lse: Any, wanted: list[bool], *arguments: Any
-) -> list[Tensor]:
-    call = Call(*arguments)
+def _fake_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> list[Tensor]:
+    call, wanted = Call(*arguments[:-1]), arguments[-1]
     others = [getattr(call, name) for name, want in zip(ON_DEMAND, wanted, strict=True) if want]
     return [t.new_empty(t.shape) for t in (call.q, call.k, call.v, *others)]
-
-
-def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
 
 
 def _no_second_derivative(ctx: Any, *gradients: Any) -> Any:
@@ -140,44 +155,86 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> Any:
     )
 
 
-class Recorded(torch.autograd.Function):
-    """The operator for autograd without the dispatcher, which costs 30 us, and for torch.func,
-    which cannot differentiate operators from Python.
-    """
+# --- autograd -----------------------------------------------------------------------------------
 
-    generate_vmap_rule = True
-    forward = staticmethod(_forward_by_values)
-    setup_context = staticmethod(_save)
+
+class Recorded(torch.autograd.Function):
+    """The operator for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        found = _forward_by_values(*arguments)
+        _save(ctx, arguments, found)
+        return found
+
     backward = staticmethod(_backward)
 
 
 class RecordedBackward(torch.autograd.Function):
     """Likewise, its gradient: recorded to say that there is no second one."""
 
-    generate_vmap_rule = True
-    forward = staticmethod(_backward_by_values)
-    setup_context = staticmethod(_save_nothing)
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_backward_by_values(*arguments))
+
     backward = staticmethod(_no_second_derivative)
 
 
-attention_op = torch.library.custom_op(
-    "fastattn::attention",
-    forward,
-    mutates_args=(),
-    device_types="cpu",
-    schema=f"({ARGUMENTS}) -> (Tensor, Tensor)",
-)
-attention_op.register_fake(_fake_forward)
-attention_op.register_autograd(_backward, setup_context=_save)
-attention_op.register_vmap(batched_forward)
+class Transformed(torch.autograd.Function):
+    """The operator for torch.func, which cannot differentiate operators from Python. It wants this
+    form, whose call takes 20 us more.
+    """
 
-backward_op = torch.library.custom_op(
-    "fastattn::attention_backward",
-    backward,
-    mutates_args=(),
-    device_types="cpu",
-    schema=f"({OF_BACKWARD}, {ARGUMENTS}) -> Tensor[]",
-)
-backward_op.register_fake(_fake_backward)
-backward_op.register_autograd(_no_second_derivative)
-backward_op.register_vmap(batched_backward)
+    generate_vmap_rule = True
+    forward = staticmethod(OPERATOR)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_backward)
+
+
+class TransformedBackward(torch.autograd.Function):
+    """Likewise, its gradient."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(_no_second_derivative)
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(OPERATOR_OF_BACKWARD(*arguments))
+
+
+def _forward_by_values(*arguments: Any) -> tuple[Tensor, Tensor]:
+    if is_plain(*arguments[:TENSORS]):
+        return forward(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPERATOR(*arguments)
+
+
+def _backward_by_values(*arguments: Any) -> list[Tensor]:
+    if is_plain(*arguments[:TENSORS_OF_BACKWARD]):
+        return backward(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPERATOR_OF_BACKWARD(*arguments)
+
+
+def _record(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator's kernel for autograd."""
+    if needs_gradient(*arguments[:TENSORS]):
+        return Recorded.apply(*arguments)
+    return _forward_by_values(*arguments)
+
+
+def _record_backward(*arguments: Any) -> list[Tensor]:
+    if needs_gradient(*arguments[:TENSORS_OF_BACKWARD]):
+        return list(RecordedBackward.apply(*arguments))
+    return _backward_by_values(*arguments)
+
+
+LIBRARY.impl("attention", forward, "CPU")
+LIBRARY.impl("attention", _record, "Autograd")
+LIBRARY.impl("attention_backward", backward, "CPU")
+LIBRARY.impl("attention_backward", _record_backward, "Autograd")
+torch.library.register_fake("fastattn::attention", _fake_forward, lib=LIBRARY)
+torch.library.register_fake("fastattn::attention_backward", _fake_backward, lib=LIBRARY)
+torch.library.register_vmap("fastattn::attention", batched_forward, lib=LIBRARY)
+torch.library.register_vmap("fastattn::attention_backward", batched_backward, lib=LIBRARY)
