@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import dropout, repeat
-from .arguments import dropout_of
+from .arguments import dropout_of, flag
 from .arrays import integers
 from .check import check, check_backend, check_packed
 from .kinds import array_view, is_device_view, like
 from .launch import placement_of, run
-from .plan import plan
+from .plan import plan, plan_backward
 from .problem import Plan
 from .repeat import Lengths
 from .signatures import passing_keywords_to
@@ -282,15 +282,23 @@ def attention_varlen(
 
 @passing_keywords_to(attention)
 def explain(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, backend: str = "auto", **arguments: Any
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    gradients: bool = False,
+    backend: str = "auto",
+    **arguments: Any,
 ) -> Plan:
     """Return how attention() would run these arguments, and why. Print it.
 
     Parameters and errors are those of attention(). Nothing is computed and `out` is not written.
+    With `gradients`, how attention_backward() would run them, for a dout that lies as out does.
     """
     check_backend(backend)
-    problem, operands = check(q, k, v, **arguments)
-    return plan(problem, backend, placement_of(operands, backend))
+    problem, operands = check(q, k, v, **arguments, fold=not flag("gradients", gradients))
+    planned = plan_backward if gradients else plan
+    return planned(problem, backend, placement_of(operands, backend))
 
 
 def dropout_mask(

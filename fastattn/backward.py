@@ -18,7 +18,7 @@ from .check_backward import (
     check_packed_backward,
     sum_to,
 )
-from .kinds import like, numpy_view
+from .kinds import array_view, is_device_view, like
 from .large_rows import is_ordinary, weights_of_sinks
 from .launch import placement_of
 from .plan import plan_backward
@@ -236,8 +236,11 @@ def _others(
     """Return the gradients on demand in the shapes and dtypes of the caller's arrays."""
     found = []
     for name in wanted:
-        given = numpy_view(name[1:], arguments[name[1:]])
+        given = array_view(name[1:], arguments[name[1:]])
         a = getattr(gradients, name)
+        if is_device_view(a):
+            found.append(a)
+            continue
         if name == "dbias":
             a = bias_gradient(a, given.shape)
         elif name == "dalibi":

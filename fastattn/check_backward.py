@@ -166,7 +166,7 @@ def _gradients(
     """
     dtype = problem.variant.dtype
     if is_device_view(operands.q):
-        return _device_gradients(operands, dout, dlse, wanted)
+        return _device_gradients(operands, dout, dlse, wanted, arguments)
     dq, dk, dv = (np.zeros(a.shape, dtype) for a in operands[:3])
     dbias = dalibi = dsinks = None
     if "dbias" in wanted and operands.bias is not None:
@@ -180,12 +180,13 @@ def _gradients(
 
 
 def _device_gradients(
-    operands: Operands, dout: np.ndarray, dlse: np.ndarray | None, wanted: tuple[str, ...]
+    operands: Operands,
+    dout: np.ndarray,
+    dlse: np.ndarray | None,
+    wanted: tuple[str, ...],
+    arguments: dict[str, Any],
 ) -> Gradients:
-    q, packed = operands.q, operands.starts is not None
-    if wanted:
-        raise NotImplementedError(f"return_{wanted[0]} is not supported for arrays of a GPU")
-    found = {}
+    q, packed, found = operands.q, operands.starts is not None, dict.fromkeys(RETURNS)
     for name, a in zip(NAMES, operands[:3], strict=False):
         if any(stride == 0 and size > 1 for stride, size in zip(a.strides, a.shape, strict=True)):
             rule = f"{name} of a GPU must not be broadcast for gradients"
@@ -196,7 +197,10 @@ def _device_gradients(
         else:
             own = new_array(q, a.shape, a.dtype)
         found["d" + name] = own
-    return Gradients(dout, dlse, **found, dbias=None, dalibi=None, dsinks=None)
+    for name in wanted:  # as the caller has them: what is shared is summed by the kernels
+        given = array_view(name[1:], arguments[name[1:]])
+        found[name] = new_array(q, given.shape, given.dtype)
+    return Gradients(dout, dlse, **found)
 
 
 def _in_steps_of(own: np.ndarray, scores: np.ndarray) -> np.ndarray:

@@ -25,6 +25,10 @@ def trial(name, seqlen_q=5, seqlen_k=7, head_dim=3, kind="forward", poison="", l
     return Trial(case, kind, layouts=layouts, poison=poison)
 
 
+def gradient(name, *sizes, kind="backward", **more):
+    return trial("gradients, " + name, *sizes, kind=kind, **more)
+
+
 TRIALS = [
     trial("plain"),
     trial("float64", dtype="float64"),
@@ -58,6 +62,22 @@ TRIALS = [
     trial("layouts", layout="reversed", batch=2, heads_q=1),
     trial("packed", batch=2, kind="varlen", causal=True),
     trial("packed with sinks and window", batch=3, kind="varlen", window=(2, 0), sinks=True),
+    gradient("plain"),
+    gradient("float64", dtype="float64"),
+    gradient("float16", dtype="float16"),
+    gradient("no keys", 3, 0, sinks=True),
+    gradient("wide values", head_dim_v=9, heads_q=1),
+    gradient("batch and groups", batch=2, heads_q=4, heads_kv=2, causal=True),
+    gradient("window and chunk", window=(2, 1), chunk=4, align=1),
+    gradient("softcap", softcap=1.5, scale=-1.3),
+    gradient("masks", mask="b1qk", bias="1h1k", bias_dtype="float64", batch=2),
+    gradient("bias of rows", bias="11q1", heads_q=1, dtype="float64"),
+    gradient("alibi", alibi="bh", batch=2, causal=True),
+    gradient("alibi and sinks", alibi="h", sinks=True, batch=2),
+    gradient("lengths", batch=2, lengths="q_len kv_len kv_start", bias="11qk", sinks=True),
+    gradient("dropout", dropout_p=0.4, batch=2),
+    gradient("layouts", layout="reversed", batch=2, heads_q=1),
+    gradient("packed", batch=3, kind="varlen backward", causal=True, sinks=True, alibi="bh"),
 ]
 
 
@@ -143,19 +163,82 @@ def big_tile():
         return solved(trial("other tile", 7, 9, 4, head_dim_v=11, causal=True, heads_q=1))
 
 
+def differentiated(wanted=(), nan="", **flags):
+    """What the NumPy backend finds wrong with gradients."""
+    rng = np.random.default_rng(3)
+    arrays = {n: rng.standard_normal((2, 2, 5, 3)).astype(np.float32) for n in ("dout", "q")}
+    arrays |= {n: rng.standard_normal((2, 1, 7, 3)).astype(np.float32) for n in ("k", "v")}
+    if nan:
+        arrays[nan][0, 0, 3, 1] = np.nan
+    dout, *inputs = arrays.values()
+    out, lse = fastattn.attention(*inputs, **flags, return_lse=True, backend="numpy")
+    flags |= {f"return_{name}": True for name in wanted}
+    found, exact = (
+        fastattn.attention_backward(dout, *inputs, out, lse, **flags, backend=backend)
+        for backend in ("cuda", "numpy")
+    )
+    for name, ours, theirs in zip(("dq", "dk", "dv", *wanted), found, exact, strict=True):
+        if not np.allclose(ours, theirs, rtol=0, atol=2e-5, equal_nan=True):
+            return f"{name} differs by {np.abs(ours - theirs).max():.3g}"
+    return ""
+
+
+def gradients_with_score_mod():
+    table = np.linspace(-1, 1, 8).reshape(2, 4)[:, ::-1]
+    return differentiated(score_mod=crooked, aux=(table, np.float32(0.25)), softcap=4.0)
+
+
+def gradients_with_block_mask():
+    mask = fastattn.create_block_mask(mods.sliding_window(2, 1), None, None, 5, 7, block=(2, 2))
+    return differentiated(block_mask=mask)
+
+
+def gradients_of_large_rows():
+    """Biases so large that lse has lost the sum: of 0.3 to 1e6 along the rows."""
+    bias = -np.array([0.3, 3e3, 1e5, 1e6, 2e3], np.float32)[:, None] + np.zeros(7, np.float32)
+    flags = {"bias": bias, "sinks": np.array([-1e6, 0.5], np.float32)}
+    return differentiated(("dbias", "dsinks"), **flags)
+
+
+def gradients_beside_nan():
+    """What holds NaN and is not seen adds nothing."""
+    wrong = (differentiated(nan=name, window=(1, 0)) for name in ("dout", "q", "k", "v"))
+    return " ".join(wrong).strip()
+
+
+def gradients_with_big_tile():
+    tile = Tile(threads_m=3, threads_n=2, rows=1, keys=3, values=1, depth=3)
+    with simulated_gpu(tile):
+        return differentiated(("dbias",), bias=np.ones((1, 7), np.float32), causal=True)
+
+
 def nothing_is_kept():
     """All scratch is given back."""
     with simulated_gpu() as memory:
         modified(causal=True, kv_len=[3, 5], alibi=np.ones(2, np.float32))
+        differentiated(("dalibi",), alibi=np.ones(2, np.float32))
         return f"{len(memory.blocks)} blocks are left" if memory.blocks else ""
 
 
-OTHERS = (block_mask, score_mod, mask_mod, part, pages, big_tile, nothing_is_kept)
+OTHERS = (
+    block_mask,
+    score_mod,
+    mask_mod,
+    part,
+    pages,
+    big_tile,
+    gradients_with_score_mod,
+    gradients_with_block_mask,
+    gradients_of_large_rows,
+    gradients_beside_nan,
+    gradients_with_big_tile,
+    nothing_is_kept,
+)
 CASES = {one.case.name: one for one in TRIALS} | {f.__name__: f for f in OTHERS}
 
 
 def answer(case):
-    if case in (big_tile, nothing_is_kept):
+    if case in (big_tile, gradients_with_big_tile, nothing_is_kept):
         return case()
     with simulated_gpu():
         return case() if callable(case) else solved(case)

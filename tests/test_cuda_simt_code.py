@@ -6,7 +6,7 @@ import pytest
 from cuda_assembled import assemble, need_assembler
 
 from fastattn.cuda import choice, compile
-from fastattn.cuda.tile import SHORT, TALL, Tile
+from fastattn.cuda.tile import GRADIENT, SHORT, TALL, Tile
 from fastattn.problem import Variant
 from fastattn.trace import traced
 
@@ -85,3 +85,28 @@ def test_modifiers_and_pages_spill_nothing(target):
 @pytest.mark.parametrize("stored", STORED, ids=lambda stored: stored[1])
 def test_kernels_of_rows(name, stored, target):
     assert assemble(ptx_of(target, name, Variant(*stored)), divides=True).spilled == 0
+
+
+GRADIENTS = [
+    (Variant(*stored), Tile(*GRADIENT[stored[0]], values=values, depth=32))
+    for stored, values in ((STORED[0], 4), (STORED[2], 8), (STORED[3], 4))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize(("variant", "tile"), GRADIENTS, ids=str)
+def test_gradients_spill_nothing(variant, tile, target):
+    for name in ("simt_gradient_q", "simt_gradient_kv"):
+        ptx = ptx_of(target, name, variant, tile)
+        assert ".local" not in ptx, "an array that is not in registers"
+        assert ".func" not in ptx, "a function that is called"
+        found = assemble(ptx, divides=True)
+        assert found.spilled == 0
+        assert found.registers * tile.threads * 2 <= REGISTERS, "not two blocks of a multiprocessor"
+    for key in (
+        ("gradient_rows", variant, True),
+        ("gradient_bias", variant, tile, "float32"),
+        ("gradient_sums", variant, "dalibi", "float32"),
+    ):
+        assert assemble(ptx_of(target, *key), divides=True).spilled == 0

@@ -20,8 +20,9 @@ def names():
     """The cases of the script, which this process, without a simulator, cannot import."""
     found = []
     for node in ast.walk(ast.parse(SCRIPT.read_text())):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "trial":
-            found.append(node.args[0].value)
+        kind = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+        if kind in ("trial", "gradient") and isinstance(node.args[0], ast.Constant):
+            found.append("gradients, " * (kind == "gradient") + node.args[0].value)
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "OTHERS":
             found += [name.id for name in node.value.elts]
     return [name for name in found if name != "other tile"]

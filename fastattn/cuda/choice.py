@@ -12,7 +12,7 @@ from . import compile, driver
 from .tensor.gradient_tilings import gradient_tiling
 from .tensor.tilings import SPLIT_N as TENSOR_SPLIT_N
 from .tensor.tilings import Tiling, forward_tiling
-from .tile import ROW_THREADS, SPLIT_N, WARP, grid_of, splits_of, tile_of
+from .tile import ROW_THREADS, SPLIT_N, WARP, gradient_tile, grid_of, splits_of, tile_of
 
 TENSOR_CAPABILITY = (8, 0)  # whose tensor cores multiply both 16-bit types
 
@@ -114,6 +114,7 @@ class GradientChoice:
     """How the gradients of a problem are found: kernels, one after another."""
 
     kernels: tuple[tuple[Kernel, Pieces], ...]
+    weighs: bool  # whether rows have weights
     name: str
     reason: str
     device: str
@@ -133,15 +134,16 @@ class GradientChoice:
 @lru_cache(maxsize=1024)
 def choose_gradients(
     problem: Problem, device: driver.Device, whole_rows: bool, options: bool = False
-) -> GradientChoice | None:
-    """The kernels for the gradients of a problem, or None; as in choose()."""
+) -> GradientChoice:
+    """The kernels for the gradients of a problem, as in choose()."""
     tiling = None
     if device.capability >= TENSOR_CAPABILITY:
         tiling = gradient_tiling(
             problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
         )
+    where = "{} ({}.{})".format(device.name, *device.capability)
     if tiling is None:
-        return None
+        return _simt_gradients(problem, where)
     variant, kernels = problem.variant, [_rows(problem, False)]
     for name, heads, rows in (
         ("gradient_q", problem.heads_q, problem.seqlen_q),
@@ -153,12 +155,50 @@ def choose_gradients(
         kernels.append((kernel, Pieces(m_blocks)))
     return GradientChoice(
         tuple(kernels),
+        False,
         "gradients",
         f"tensor cores multiply {variant.storage}, sums are float32",
-        "{} ({}.{})".format(device.name, *device.capability),
+        where,
         tiling.block_m,
         tiling.block_n,
     )
+
+
+def _simt_gradients(problem: Problem, device: str) -> GradientChoice:
+    tile, variant, kernels = gradient_tile(problem), problem.variant, [_rows(problem, True)]
+    of_keys = max(problem.head_dim, problem.head_dim_v)
+    for name, rows, width in (
+        ("simt_gradient_q", problem.group * problem.seqlen_q, problem.head_dim),
+        ("simt_gradient_kv", problem.seqlen_k, of_keys),
+    ):
+        m_blocks = -(-rows // tile.block_m)
+        grid = m_blocks * problem.heads_kv * problem.batch, -(-width // tile.block_v), 1
+        kernels.append((Kernel((name, variant, tile), grid, tile.threads), Pieces(m_blocks)))
+    return GradientChoice(
+        tuple(kernels),
+        True,
+        "simt gradients",
+        "scalar arithmetic, which any GPU and any problem can do",
+        device,
+        tile.block_m,
+        tile.block_n,
+    )
+
+
+def bias_kernel(problem: Problem, shape: tuple[int, ...], stored: str) -> tuple[Kernel, Pieces]:
+    """The kernel of dbias, whose last axes have this shape."""
+    tile = gradient_tile(problem)
+    blocks = -(-shape[-2] // tile.block_m), -(-shape[-1] // tile.block_n)
+    grid = blocks[0] * blocks[1] * problem.heads_q * problem.batch, 1, 1
+    key = ("gradient_bias", problem.variant, tile, stored)
+    return Kernel(key, grid, tile.threads), Pieces(*blocks)
+
+
+def sums_kernel(problem: Problem, name: str, stored: str) -> tuple[Kernel, Pieces]:
+    """The kernel of dsinks or dalibi."""
+    variant = Variant(problem.variant.dtype, problem.variant.storage)
+    grid = problem.heads_q * problem.batch, 1, 1
+    return Kernel(("gradient_sums", variant, name, stored), grid, ROW_THREADS), Pieces(0)
 
 
 def _rows(problem: Problem, weighs: bool) -> tuple[Kernel, Pieces]:
@@ -178,11 +218,6 @@ def choice_or_reason(
         return None, why_not
     device, where = driver.device(placement.ordinal), (placement.whole_rows, placement.options)
     choice: Any = (choose_gradients if gradients else choose)(problem, device, *where)
-    if choice is None:
-        raise NotImplementedError(
-            "backend='cuda' computes gradients of float16 and bfloat16, head_dim up to 128, with "
-            "window, lengths and sinks, got others. Use backend='cpu'."
-        )
     kernels = [kernel for kernel, _ in choice.kernels] if gradients else [choice.kernel]
     for kernel in kernels:
         why_not = compile.unavailable(kernel.key, compile.ptx_target(device.capability))
@@ -201,7 +236,7 @@ def builder(key: tuple[Hashable, ...]) -> Callable[[], compile.Source]:
     """What compile.code() builds this kernel with: only then are Numba and its module imported."""
 
     def build() -> compile.Source:
-        from . import combine, gradient_rows, simt
+        from . import combine, gradient_rows, gradient_sums, simt, simt_gradients
         from .tensor.forward import forward_kernel
         from .tensor.gradients import key_kernel, query_kernel
 
@@ -212,6 +247,10 @@ def builder(key: tuple[Hashable, ...]) -> Callable[[], compile.Source]:
             "combine": combine.combine_source,
             "missing": combine.missing_source,
             "gradient_rows": gradient_rows.rows_source,
+            "gradient_bias": gradient_sums.bias_source,
+            "gradient_sums": gradient_sums.row_sums_source,
+            "simt_gradient_q": simt_gradients.query_source,
+            "simt_gradient_kv": simt_gradients.key_source,
             "gradient_q": query_kernel,
             "gradient_kv": key_kernel,
         }

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import cuda, types
 
-from .place import member_of
+from . import random
+from .place import NO_ROW, NOWHERE, member_of
 from .scores import offset_of_entry
+from .tile import LAST_THREAD
 
 # All int64. Places are elements from the operand's address to row 0 of head 0, or of kv_head.
 ENTRY_FIELDS = (
@@ -61,11 +63,78 @@ def entry_of(words: Any) -> Callable:
     return entry
 
 
-def row_number(words: Any) -> Callable:
-    """Device function (job, b, head, i): place of a row among those of gradient_rows.py."""
+# Kernels make these arrays one in each line: Numba's simulator tells them apart by it.
+# In shared memory, of each query row of a tile: its query (NO_ROW where there is none), its head,
+# its places in q and dout, its key for dropout, and the numbers of gradient_rows.py.
+Queries = namedtuple(
+    "Queries", ("i", "head", "q", "dout", "dropout", "reference", "delta", "weight")
+)
+Keys = namedtuple("Keys", ("k", "v"))  # of each key of a tile: its places, or NOWHERE
 
-    @words.device(types.int64)
-    def number(job, b, head, i):
-        return (b * job.heads_q + head) * job.seqlen_q + np.int64(i)
 
-    return number
+def set_queries(dtype: str, size: int, words: Any) -> Callable:
+    """Device function (job, entry, queries, first, stop, heads, first_head): fill `queries` for
+    `size` rows from `first` on, as far as `stop`: row r is query r // heads of head
+    first_head + r % heads.
+    """
+    load, load_key, chained = words.load(dtype), words.load("uint64"), random.chained(words)
+
+    @words.device(types.void)
+    def set_all(job, entry, queries, first, stop, heads, first_head):
+        r = np.int64(cuda.threadIdx.x & LAST_THREAD)
+        if r >= size:
+            return
+        queries.i[r] = NO_ROW
+        queries.q[r] = NOWHERE
+        queries.dout[r] = NOWHERE
+        if first + r < stop:
+            i, head = (first + r) // heads, first_head + (first + r) % heads
+            queries.i[r] = i
+            queries.head[r] = head
+            queries.q[r] = entry.q + head * job.q_head + i * job.q_row
+            queries.dout[r] = entry.dout + head * job.dout_head + i * job.dout_row
+            if job.dropout_keys != 0:
+                key = load_key(job.dropout_keys, entry.b * job.heads_q + head)
+                queries.dropout[r] = chained(key, i)
+            number = (entry.b * job.heads_q + head) * job.seqlen_q + i
+            queries.reference[r] = load(job.reference, number)
+            queries.delta[r] = load(job.delta, number)
+            queries.weight[r] = load(job.weight, number)
+
+    return set_all
+
+
+def set_keys(size: int, words: Any) -> Callable:
+    """Device function (job, entry, keys, first, stop): fill `keys` for `size` keys from `first` on,
+    as far as `stop`; first may be below 0.
+    """
+
+    @words.device(types.void)
+    def set_all(job, entry, keys, first, stop):
+        r = np.int64(cuda.threadIdx.x & LAST_THREAD)
+        if r >= size:
+            return
+        exists = 0 <= first + r < stop
+        keys.k[r] = entry.k + (first + r) * job.k_row if exists else NOWHERE
+        keys.v[r] = entry.v + (first + r) * job.v_row if exists else NOWHERE
+
+    return set_all
+
+
+def query_range_of(words: Any) -> Callable:
+    """Device function (job, entry, first, last) -> queries (start, stop) that window and chunk let
+    see one of keys first to last.
+    """
+
+    @words.device(types.UniTuple(types.int64, 2))
+    def query_range(job, entry, first, last):
+        start = max(np.int64(0), first - job.right - entry.offset)
+        stop = min(entry.q_len, last + job.left + 1 - entry.offset)
+        if job.chunk > 0:
+            before = job.keys_before
+            low = (first + before) // job.chunk * job.chunk - before
+            high = ((last + before) // job.chunk + 1) * job.chunk - before
+            start, stop = max(start, low - entry.offset), min(stop, high - entry.offset)
+        return start, stop
+
+    return query_range

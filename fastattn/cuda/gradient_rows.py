@@ -56,7 +56,8 @@ def rows_kernel(variant: Variant, weighs: bool, lanes: int, words: Any) -> Calla
             return
         i, head = number % job.seqlen_q, number // job.seqlen_q % job.heads_q
         entry = entry_at(job, number // job.seqlen_q // job.heads_q, head // job.group)
-        if i >= entry.q_len:
+        # A row past q_len has an lse, the sink; one past a packed member's is another's.
+        if i >= entry.q_len and (job.sink_rows == 0 or job.starts != 0):
             return
         b, row, lane = entry.b, entry.first_q + i, thread % lanes
         delta, strange = products(job, entry, head, i, lane)
@@ -69,7 +70,7 @@ def rows_kernel(variant: Variant, weighs: bool, lanes: int, words: Any) -> Calla
         sink = load(job.sinks, head) if job.sinks != 0 else none
         share = real(0) if lse == none else exp(sink - lse)
         weight, reference = real(1), no_number if strange != 0 or not lse < huge else lse
-        if weighs:
+        if weighs and i < entry.q_len:
             reference, weight, share = measured(job, entry, head, i, lane, reference, sink, share)
         if lane == 0:
             if job.sink_rows != 0:

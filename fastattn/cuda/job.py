@@ -67,7 +67,7 @@ FIELDS = (
     *(operand + part for operand in OPERANDS for part in PARTS),
 )
 # What the kernels of gradients get besides: lse and out are inputs to them.
-GRADIENT_OPERANDS = ("dout", "dlse", "dq", "dk", "dv")
+GRADIENT_OPERANDS = ("dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks", "dalibi")
 GRADIENT_FIELDS = (
     *FIELDS,
     # Addresses of (batch, heads_q, seqlen_q) numbers of Variant.dtype, of which gradient_rows.py
@@ -76,6 +76,7 @@ GRADIENT_FIELDS = (
     "reference",
     "weight",  # 0: all are 1
     "sink_rows",  # 0: not wanted
+    "alibi_rows",  # 0: not wanted. Each row's part of dalibi
     *(operand + part for operand in GRADIENT_OPERANDS for part in PARTS),
 )
 FLOATS = ("scale", "scale_log2", "q_sign", "softcap", "dropout_factor")

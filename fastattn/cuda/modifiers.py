@@ -10,7 +10,11 @@ from numba import types
 
 from ..modifier import Modifier
 
-INPUTS = {"score_mod": "score, b, h, i, j, aux", "mask_mod": "b, h, i, j, aux"}
+INPUTS = {
+    "score_mod": "score, b, h, i, j, aux",
+    "score_mod_grad": "score, b, h, i, j, aux",
+    "mask_mod": "b, h, i, j, aux",
+}
 # Python for each operation on its operands x, y and z. Both sides of a conditional expression
 # are of one kind, so it is a select. NaN < y is false and NaN differs from itself.
 EXPRESSIONS = {

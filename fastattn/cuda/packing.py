@@ -65,7 +65,9 @@ def gradient_job_of(
     """
     job: list[float] = [0] * len(GRADIENT_FIELDS)
     job[: len(Job._fields)] = job_of(problem, operands, pieces, address_of)
-    _lay_out(job, GRADIENT_OPERANDS, gradients, operands.starts is not None, address_of)
+    packed = operands.starts is not None
+    _lay_out(job, GRADIENT_OPERANDS[:-3], gradients, packed, address_of)
+    _lay_out(job, GRADIENT_OPERANDS[-3:], gradients, False, address_of)  # of each batch entry
     for name, place in rows.items():
         job[PLACE[name]] = place
     return GradientJob(*job)
@@ -84,6 +86,8 @@ def _lay_out(
         place = address_of(array)
         if name in ("lse", "dlse"):
             array = array[..., None]  # of one column
+        elif name in ("dsinks", "dalibi"):
+            array = array[..., None, None]
         table, batch, *rest = _strides(array, address_of)
         layout = (place, 0, 0, *rest) if packed else (place, table, batch, *rest)
         job[PLACE[name] : PLACE[name] + len(PARTS)] = layout

@@ -41,6 +41,7 @@ Block = namedtuple("Block", BLOCK_FIELDS)  # type: ignore[misc]
 Rows = namedtuple("Rows", ("i", "head", "q", "dropout", "k", "v"))
 BLOCK_TYPE = types.NamedUniTuple(types.int64, len(BLOCK_FIELDS), Block)
 NO_ROW = -1
+NOWHERE = np.int64(-1 << 62)  # the place of a row that is not there
 
 
 def locate_block(variant: Variant, tile: Tile, words: Any) -> Callable:
@@ -152,7 +153,8 @@ def set_rows(tile: Tile, words: Any) -> Callable:
             head = block.kv_head * job.group + row % job.group
             rows.i[r] = i if row < block.num_rows else NO_ROW
             rows.head[r] = head
-            rows.q[r] = block.q + head * job.q_head + i * job.q_row
+            place = block.q + head * job.q_head + i * job.q_row
+            rows.q[r] = place if row < block.num_rows else NOWHERE
             if job.dropout_keys != 0:
                 rows.dropout[r] = chained(load(job.dropout_keys, block.b * job.heads_q + head), i)
 
@@ -166,6 +168,9 @@ def set_keys(variant: Variant, tile: Tile, words: Any) -> Callable:
     @words.device(types.void)
     def set_key(job, block, rows, n0):
         r = np.int64(cuda.threadIdx.x & LAST_THREAD)
+        if r < block_n:
+            rows.k[r] = NOWHERE
+            rows.v[r] = NOWHERE
         if r < block_n and n0 + r < block.n_stop:
             row, k, v = block.k_start + n0 + r, block.k, block.v
             if paged:

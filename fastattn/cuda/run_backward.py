@@ -9,21 +9,20 @@ import numpy as np
 from ..cpu.layout import address
 from ..problem import Gradients, Operands, Plan, Problem
 from . import driver
-from .choice import GradientChoice, Pieces
+from .choice import GradientChoice, Pieces, bias_kernel, sums_kernel
 from .memory import device_memory
 from .packing import gradient_job_of
 from .run import Scratch, follow_others, inputs_there, launch, scratch
 
 READ = ("dout", "dlse")
 WRITTEN = ("dq", "dk", "dv")
+SUMS = ("dbias", "dsinks", "dalibi")
 
 
 def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) -> None:
     """Write all of gradients that is written. Nothing waits but for arrays of NumPy, which are
     copied to the GPU and back.
     """
-    if any(a is not None for a in (gradients.dbias, gradients.dsinks, gradients.dalibi)):
-        raise NotImplementedError("backend='cuda' returns dq, dk and dv. Use backend='cpu'.")
     memory = device_memory(operands.q)
     ordinal, stream = (memory.ordinal, memory.stream) if memory else (0, 0)
     with driver.using(ordinal), scratch(ordinal, stream) as space:
@@ -32,27 +31,53 @@ def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) 
         there = inputs_there(operands, space)
         results: dict[str, Any] = {n: space.moved(getattr(operands, n)) for n in ("out", "lse")}
         there = there._replace(**results)
-        read: dict[str, Any] = {name: space.moved(getattr(gradients, name)) for name in READ}
-        into = gradients._replace(**read)
-        if memory is None:
-            # Rounded to the dtype of q by the kernels, as where the arrays are a GPU's.
-            own = {n: space.empty_like(getattr(gradients, n), operands.q.dtype) for n in WRITTEN}
-            into = into._replace(**own)
-        pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
-        if operands.ranges is not None or not pairs:
+        into: dict[str, Any] = {name: space.moved(getattr(gradients, name)) for name in READ}
+        for name in (*WRITTEN, *SUMS):
+            array = _once(getattr(gradients, name))
+            if memory is None and array is not None:
+                # dq, dk and dv are rounded by the kernels, as where the arrays are a GPU's.
+                array = space.empty_like(array, operands.q.dtype if name in WRITTEN else None)
+            into[name] = array
+        rows = problem.batch * problem.heads_q * problem.seqlen_q
+        if operands.ranges is not None or not rows * problem.seqlen_k:
             _clear(into, stream)
-        if pairs:
-            _launch_all(plan.choice, problem, there, into, space)
+        if rows:
+            spread = gradients._replace(**_spread(into, problem, operands))
+            _launch_all(plan.choice, problem, there, spread, space)
         if memory is None:
-            for name in WRITTEN:
-                space.fetch(getattr(gradients, name), getattr(into, name))
+            for name in (*WRITTEN, *SUMS):
+                space.fetch(_once(getattr(gradients, name)), into[name])
 
 
-def _clear(gradients: Gradients, stream: int) -> None:
+def _once(array: np.ndarray | None) -> np.ndarray | None:
+    """The elements behind one in which stride 0 stands for a sum, each of them once."""
+    if array is None:
+        return None
+    pairs = zip(array.strides, array.shape, strict=True)
+    return array[tuple(slice(min(size, 1) if step == 0 else size) for step, size in pairs)]
+
+
+def _spread(into: dict[str, Any], problem: Problem, operands: Operands) -> dict[str, Any]:
+    """The arrays of the device as kernels see them: stride 0 where they add up."""
+    lead = operands.q.shape[:-3] if operands.starts is None else (problem.batch,)
+    heads = (*lead, problem.heads_q)
+    shapes = {"dsinks": heads, "dalibi": heads}
+    if into["dbias"] is not None:
+        shapes["dbias"] = operands.bias.shape  # type: ignore[union-attr]
+    spread = dict(into)
+    for name, shape in shapes.items():
+        array = into[name]
+        # dalibi in the memory of the CPU has one row for each batch entry already.
+        if array is not None and array.shape != (problem.batch, problem.heads_q):
+            spread[name] = np.broadcast_to(array, shape)
+    return spread
+
+
+def _clear(arrays: dict[str, Any], stream: int) -> None:
     """0 for rows and keys that no batch entry has."""
-    for name in WRITTEN:
-        array = getattr(gradients, name)
-        if array.size:
+    for name in (*WRITTEN, *SUMS):
+        array = arrays[name]
+        if array is not None and array.size:
             driver.clear(address(array), array.size * array.itemsize, stream)
 
 
@@ -64,9 +89,19 @@ def _launch_all(
     space: Scratch,
 ) -> None:
     """Put all kernels of a call into the stream."""
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
-    nbytes = rows * np.dtype(problem.variant.dtype).itemsize
-    numbers = {name: space.allocate(nbytes) for name in ("delta", "reference")}
+    wanted = {"delta", "reference"} | ({"weight"} if choice.weighs else set())
+    kernels = list(choice.kernels if problem.seqlen_k else choice.kernels[:1])
+    if gradients.dbias is not None and problem.seqlen_k:
+        stored = gradients.dbias.dtype.name
+        kernels.append(bias_kernel(problem, gradients.dbias.shape, stored))
+    for name, rows in (("dsinks", "sink_rows"), ("dalibi", "alibi_rows")):
+        array = getattr(gradients, name)
+        if array is not None:
+            wanted.add(rows)
+            kernels.append(sums_kernel(problem, name, array.dtype.name))
+    nbytes = problem.batch * problem.heads_q * problem.seqlen_q
+    nbytes *= np.dtype(problem.variant.dtype).itemsize
+    numbers = {name: space.allocate(nbytes) for name in sorted(wanted)}
     job = gradient_job_of(problem, operands, gradients, Pieces(0), space.address_of, **numbers)
-    for kernel, pieces in choice.kernels:
+    for kernel, pieces in kernels:
         launch(kernel, job._replace(**pieces._asdict()), space)

@@ -18,7 +18,7 @@ from numba import cuda
 from ..problem import Variant
 from .compile import Source
 from .place import Rows, locate_block, set_keys, set_rows
-from .products import score_product, value_product
+from .products import row_product, weighted_sum
 from .softmax import change_scores, fold_scores, skipped_tile, start_rows
 from .tile import Tile
 from .writing import write_block
@@ -39,8 +39,9 @@ def forward_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
     locate, fill = locate_block(variant, tile, words), set_rows(tile, words)
     find_keys = set_keys(variant, tile, words)
     begin, fold = start_rows(variant.dtype, tile, words), fold_scores(variant, tile, words)
-    scores = score_product(variant.dtype, variant.storage, tile, words)
-    weigh = value_product(variant.dtype, variant.storage, tile, words)
+    multiply = row_product(variant.dtype, variant.storage, tile, words)
+    weigh = weighted_sum(variant.dtype, variant.storage, tile, words, finite=False)
+    p_start = tile.piece_size
     change, skips = change_scores(variant, tile, words), skipped_tile(variant, tile, words)
     write = write_block(variant, tile, words)
 
@@ -73,10 +74,12 @@ def forward_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
             if not skips(job, block, rows, n0):
                 cuda.syncthreads()
                 find_keys(job, block, rows, n0)
-                scores(job, block, rows, buffer, n0)
+                a, b = (job.q, rows.q, job.q_col), (job.k, rows.k, job.k_col)
+                multiply(*a, *b, job.head_dim, real(job.scale), buffer, p_start)
                 hidden = change(job, block, rows, buffer, n0)
                 fold(job, rows, buffer, parts, row_max, row_sum, alpha, acc, hidden, n0)
-                weigh(job, block, rows, buffer, acc, n0)
+                count = block.n_stop - n0
+                weigh(job.v, rows.v, job.v_col, job.head_dim_v, count, buffer, p_start, acc)
             n0 += block_n
         write(job, block, rows, buffer, row_max, row_sum, acc)
 

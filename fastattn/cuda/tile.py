@@ -66,6 +66,11 @@ class Tile:
         return (self.block_m + self.block_n) * self.pitch
 
     @property
+    def p_size(self) -> int:
+        """Elements of a tile of probabilities."""
+        return self.block_m * self.p_pitch
+
+    @property
     def piece_keys(self) -> int:
         """Keys of a piece of v."""
         keys = self.block_n
@@ -76,13 +81,29 @@ class Tile:
     @property
     def buffer_size(self) -> int:
         """Elements of shared memory: pieces and probabilities, then the result."""
-        return max(self.piece_size + self.block_m * self.p_pitch, self.block_m * self.block_v)
+        return max(self.piece_size + self.p_size, self.block_m * self.block_v)
+
+    @property
+    def gradient_size(self) -> int:
+        """The same for gradients, with two tiles of scores."""
+        return max(self.piece_size + 2 * self.p_size, self.block_m * self.block_v)
 
 
 # In a step along head_dim, a thread loads rows + keys numbers for rows * keys multiplications: 12
 # for 32 in float32. Larger tiles would leave fewer threads for a multiprocessor's registers.
 TALL = {"float32": (8, 16, 8, 4), "float64": (8, 16, 4, 2)}
 SHORT = {"float32": (8, 16, 2, 4), "float64": (8, 16, 2, 2)}
+
+
+# Of the kernels of gradients, which hold two tiles of scores and, for keys, two of results.
+GRADIENT = {"float32": (8, 16, 4, 4), "float64": (8, 16, 4, 2)}
+
+
+def gradient_tile(problem: Problem) -> Tile:
+    """The tile for the gradients of a problem."""
+    dtype, widest = problem.variant.dtype, max(problem.head_dim, problem.head_dim_v)
+    wide = widest > 64 and dtype == "float32"
+    return Tile(*GRADIENT[dtype], values=8 if wide else 4, depth=32)
 
 
 def tile_of(problem: Problem) -> Tile:
