@@ -224,8 +224,8 @@ def finished(
 ) -> tuple[np.ndarray, ...]:
     """Return what attention_backward() does for q, k and v in `arrays`."""
     main = (
-        sum_to(a, np.shape(of)).astype(operands.q.dtype, copy=False)
-        for a, of in zip(gradients[2:5], arrays, strict=True)
+        sum_to(a, array_view(name, of).shape).astype(operands.q.dtype, copy=False)
+        for a, name, of in zip(gradients[2:5], "qkv", arrays, strict=True)
     )
     return *main, *_others(gradients, operands, wanted, arguments)
 

@@ -186,7 +186,8 @@ def _device_gradients(
     wanted: tuple[str, ...],
     arguments: dict[str, Any],
 ) -> Gradients:
-    q, packed, found = operands.q, operands.starts is not None, dict.fromkeys(RETURNS)
+    q, packed = operands.q, operands.starts is not None
+    found: dict[str, Any] = dict.fromkeys(RETURNS)
     for name, a in zip(NAMES, operands[:3], strict=False):
         if any(stride == 0 and size > 1 for stride, size in zip(a.strides, a.shape, strict=True)):
             rule = f"{name} of a GPU must not be broadcast for gradients"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fastattn
-from fastattn.cuda.job import FIELDS, FLOATS
+from fastattn.cuda.job import FIELDS, FLOATS, GRADIENT_FIELDS
 
 TESTS = Path(__file__).parent
 PRELUDE = """
@@ -302,3 +302,102 @@ print(json.dumps([messages, log()]))
     for (call, wanted), message in zip(REFUSED, messages, strict=True):
         assert message.startswith(wanted), call
     assert lines == []
+
+
+# --- the same call again --------------------------------------------------------------------------
+
+
+def test_a_call_is_prepared_for_other_arrays_of_its_layout(stub):
+    code = """
+from fastattn.cuda import run
+made = []
+keep = run._keep
+run._keep = lambda *arguments: made.append(0) or keep(*arguments)
+places = []
+for stream in (5, 5, 9):
+    q, k, v, out = ones(2, 4, 70, 8), ones(2, 2, 90, 8), ones(2, 2, 90, 24), ones(2, 4, 70, 24)
+    fastattn.attention(*(Array(a, stream) for a in (q, k, v)), out=Array(out, stream), causal=True)
+    places.append([a.ctypes.data for a in (q, k, v, out)])
+strided = ones(2, 4, 70, 16)[..., ::2]
+fastattn.attention(Array(strided), *map(Array, (k, v)), out=Array(out), causal=True)
+raw = (ctypes.c_int64 * (4 * FIELDS)).from_address(library.fake_jobs())
+print(json.dumps([len(made), log(), list(raw), places]))
+""".replace("FIELDS", str(len(FIELDS)))
+    made, lines, raw, places = run(stub, code)
+    assert made == 2
+    launches = [line.rpartition(", ")[2] for line in lines if line.startswith("launch")]
+    assert launches == ["0x5", "0x5", "0x9", "0x5"]
+    first, *others, strided = jobs(raw)
+    names = "q", "k", "v", "out"
+    for job, wanted in zip((first, *others), places, strict=True):
+        assert [job[name] for name in names] == wanted
+        assert job | dict.fromkeys(names) == first | dict.fromkeys(names)
+    assert strided["q_col"] == 2
+
+
+def test_parts_of_a_prepared_call_have_memory_of_their_own(stub):
+    code = """
+q, k = ones(2, 2, 1, 8), ones(2, 2, 2000, 8)
+for _ in range(2):
+    fastattn.attention(Array(q), Array(k), Array(k), out=Array(q.copy()))
+raw = (ctypes.c_int64 * (4 * FIELDS)).from_address(library.fake_jobs())
+print(json.dumps([log(), list(raw)]))
+""".replace("FIELDS", str(len(FIELDS)))
+    lines, raw = run(stub, code)
+    assert sum(line == "allocate 0x5" for line in lines) == 2
+    assert sum(line == "free 0x5" for line in lines) == 2
+    for job in jobs(raw):
+        # 4 parts of 512 keys for 4 rows of 8 numbers of 4 bytes, then their references and sums
+        assert job["partial_state"] - job["partial"] == 4 * 4 * 8 * 4
+        assert job["num_splits"] == 4
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def test_gradients_of_arrays_of_a_gpu_stay_there(stub):
+    code = """
+import sys, types
+class Of(Array):
+    pass
+Of.__module__ = "numba.made_up"
+made = []
+def device_array(shape, dtype):
+    made.append(Of(np.full(shape, 7, dtype)))
+    return made[-1]
+sys.modules["numba.cuda"] = types.SimpleNamespace(
+    device_array=device_array,
+    as_cuda_array=lambda a, sync: np.asarray(a.__cuda_array_interface__["data"][0]),
+)
+half = lambda *shape: Of(np.ones(shape, np.float16))
+q, k, lse = half(2, 4, 70, 16), half(2, 2, 90, 16), Of(ones(2, 4, 70))
+found = fastattn.attention_backward(q, q, k, k, q, lse, sinks=[1.0] * 4, return_dsinks=True)
+shapes = [a.array.shape for a in made]
+same = [int(a) == b.array.ctypes.data for a, b in zip(found, made)]
+print(json.dumps([log(), shapes, [a.array.dtype.name for a in made], same]))
+"""
+    lines, shapes, dtypes, same = run(stub, code, FAKE_PARAMETERS=len(GRADIENT_FIELDS))
+    kernels = [line for line in lines if line.startswith("launch")]
+    assert kernels == [
+        "launch 140 1 1, 128 1 1, 0, 0x5",  # a warp for each of 2 * 4 * 70 rows
+        "launch 16 1 1, 128 1 1, 49152, 0x5",  # 2 blocks of 64 rows of 8 heads
+        "launch 8 1 1, 128 1 1, 49152, 0x5",  # 2 blocks of 64 keys of 4 heads
+        "launch 8 1 1, 128 1 1, 0, 0x5",  # the sum of each head's rows
+    ]
+    assert shapes == [[2, 4, 70, 16], [2, 2, 90, 16], [2, 2, 90, 16], [4]]
+    assert dtypes == ["float16"] * 3 + ["float64"]
+    assert all(same)
+    assert not any("host" in line or "synchronize" in line for line in lines)
+
+
+def test_how_gradients_are_computed_is_explained(stub):
+    code = """
+q = np.ones((1, 300, 64), np.float16)
+texts = [str(fastattn.explain(q, q, q, backend="cuda", gradients=True, bias=bias))
+         for bias in (None, np.ones(300, np.float32))]
+print(json.dumps(texts))
+"""
+    fast, scalar = run(stub, code)
+    assert "kernel      gradients: tensor cores multiply float16, sums are float32\n" in fast
+    assert "kernel      simt gradients: scalar arithmetic" in scalar
+    assert "75 of 128 for rows, 5 of 128 for dq, 5 of 128 for dk and dv" in fast

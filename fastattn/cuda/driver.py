@@ -10,9 +10,9 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -158,7 +158,10 @@ def using(ordinal: int) -> Iterator[None]:
 def ordinal_of(address: int) -> int:
     """The device that memory belongs to."""
     found = c_int()
-    _call("cuPointerGetAttribute", byref(found), c_int(POINTER_DEVICE), c_uint64(address))
+    # Not through _call(), for 1 of 3 us of each array.
+    status = _library().cuPointerGetAttribute(byref(found), POINTER_DEVICE, c_uint64(address))
+    if status:
+        raise DriverError(_message("cuPointerGetAttribute", status))
     return found.value
 
 
@@ -177,19 +180,29 @@ def load(code: Code, ordinal: int, shared_bytes: int) -> int:
     return function.value or 0
 
 
-class _Parameters(threading.local):
-    """Where a thread packs a job; the driver copies it before a launch returns."""
+class Parameters:
+    """Where a job is packed; the driver copies it before a launch returns."""
 
-    def __init__(self) -> None:
-        size = max(packer.size for packer in PACKERS.values())
-        self.buffer = ctypes.create_string_buffer(size)
-        first = ctypes.addressof(self.buffer)
-        places = range(first, first + size, 8)
-        self._pointers = (c_void_p * len(places))(*places)
+    def __init__(self, count: int):
+        """count: of numbers, of 8 bytes each."""
+        self.numbers = (c_int64 * count)()
+        first = ctypes.addressof(self.numbers)
+        self._pointers = (c_void_p * count)(*range(first, first + 8 * count, 8))
         self.address = ctypes.addressof(self._pointers)
 
+    def pack(self, job: Any) -> None:
+        """Set the first numbers to the fields of a job."""
+        PACKERS[type(job)].pack_into(self.numbers, 0, *job)
 
-_parameters = _Parameters()
+
+class _Own(threading.local):
+    """A thread's own parameters."""
+
+    def __init__(self) -> None:
+        self.parameters = Parameters(max(packer.size for packer in PACKERS.values()) // 8)
+
+
+_own = _Own()
 
 
 def launch(
@@ -201,13 +214,34 @@ def launch(
     job: Any,
 ) -> None:
     """Start a kernel on a stream, with the fields of a job as its parameters."""
-    parameters = _parameters
-    PACKERS[type(job)].pack_into(parameters.buffer, 0, *job)
-    status = _library().cuLaunchKernel(
-        function, *grid, threads, 1, 1, shared_bytes, stream, parameters.address, None
-    )
+    parameters = _own.parameters
+    parameters.pack(job)
+    _start(function, *grid, threads, 1, 1, shared_bytes, stream, parameters.address, None)
+
+
+def _start(*arguments: Any) -> None:
+    status = _library().cuLaunchKernel(*arguments)
     if status:
         raise DriverError(_message("cuLaunchKernel", status))
+
+
+class Prepared:
+    """Launches whose job is packed: what changes from call to call is a few addresses."""
+
+    def __init__(self, job: Any, shapes: Iterable[tuple[int, tuple[int, int, int], int, int]]):
+        """shapes: (function, grid, threads, shared_bytes) of each launch."""
+        self._parameters, self._lock = Parameters(len(job)), threading.Lock()
+        self._parameters.pack(job)
+        self._shapes = [(f, *grid, threads, 1, 1, nbytes) for f, grid, threads, nbytes in shapes]
+
+    def launch(self, stream: int, addresses: Iterable[tuple[int, int]]) -> None:
+        """Start the kernels. addresses: (place of a field in the job, number)."""
+        parameters = self._parameters
+        with self._lock:  # a call lets other threads go on
+            for place, number in addresses:
+                parameters.numbers[place] = number
+            for shape in self._shapes:
+                _start(*shape, stream, parameters.address, None)
 
 
 # --- memory ---------------------------------------------------------------------------------------

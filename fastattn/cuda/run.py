@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,11 +14,13 @@ from ..cpu.layout import address
 from ..problem import Operands, Placement, Plan, Problem
 from . import compile, driver
 from .choice import Choice, Kernel, builder, row_kernel
-from .job import GradientJob, Job
-from .memory import DeviceMemory, device_memory, view_of
+from .job import PLACE, GradientJob, Job
+from .memory import NOWHERE, DeviceMemory, device_memory, view_of
 from .packing import job_of
 
 ALIGNMENT = 16  # bytes of one load of a tensor-core kernel
+RESULTS = [PLACE[name] for name in ("q", "k", "v", "out", "lse")]
+PARTIAL = [PLACE[name] for name in ("partial", "partial_state")]
 ARRAYS = ("q", "k", "v", "mask", "bias", "alibi", "block_mask")  # those with strides
 
 
@@ -51,6 +53,8 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
     stream = memory.stream if memory else 0
     if not problem.batch * problem.heads_q * problem.seqlen_q:
         return
+    if memory is not None and _launch_again(plan, problem, operands, memory):
+        return
     with driver.using(ordinal), scratch(ordinal, stream) as space:
         follow_others(stream, *operands[:10], *operands.score_aux, *operands.mask_aux)
         results = (operands.out, operands.lse)
@@ -63,6 +67,58 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
         if memory is None:
             for array, copy in zip(results, (there.out, there.lse), strict=True):
                 space.fetch(array, copy)
+
+
+class Kept(NamedTuple):
+    """A call of plain arrays of a GPU, ready for others of the same layout."""
+
+    plan: Plan  # which a key names by its id, so it must not go
+    prepared: driver.Prepared
+    partial_bytes: int  # of parts of the keys
+    state_start: int  # among them, of their references and sums
+
+
+MOST = 512  # calls to keep
+_kept: dict[Hashable, Kept] = {}
+
+
+def _launch_again(plan: Plan, problem: Problem, operands: Operands, memory: DeviceMemory) -> bool:
+    """Launch a call whose arrays are q, k, v, out and lse alone, as it was once prepared. False for
+    others: what they hold goes into their jobs, or is copied.
+    """
+    q, k, v, mask, bias, out, lse, *others = operands
+    if mask is not None or bias is not None or any(isinstance(a, np.ndarray) or a for a in others):
+        return False
+    arrays = (q, k, v, out) if lse is None else (q, k, v, out, lse)
+    owners = [device_memory(a) for a in arrays]
+    if q.ndim > 4 or any(m is None or m.stream != memory.stream for m in owners):
+        return False
+    key = id(plan), memory.ordinal, *(a.strides for a in arrays)
+    with driver.using(memory.ordinal):
+        kept = _kept.get(key) or _keep(key, plan, problem, operands, memory.ordinal)
+        addresses = [(place, address(a)) for place, a in zip(RESULTS, arrays, strict=False)]
+        if not kept.partial_bytes:
+            kept.prepared.launch(memory.stream, addresses)
+            return True
+        partial = driver.allocate(kept.partial_bytes, memory.stream)
+        addresses += zip(PARTIAL, (partial, partial + kept.state_start), strict=True)
+        try:
+            kept.prepared.launch(memory.stream, addresses)
+        finally:
+            driver.free(partial, memory.stream)
+    return True
+
+
+def _keep(key: Hashable, plan: Plan, problem: Problem, operands: Operands, ordinal: int) -> Kept:
+    if len(_kept) >= MOST:
+        _kept.clear()
+    choice: Choice = plan.choice
+    kernels, nbytes = _kernels(choice, problem, operands), _partial_bytes(choice, problem)
+    job = job_of(problem, operands, choice.pieces, address, NOWHERE if nbytes else 0)
+    shapes = [(_function(k, ordinal), k.grid, k.threads, k.shared_bytes) for k in kernels]
+    prepared = driver.Prepared(job, shapes)
+    _kept[key] = Kept(plan, prepared, nbytes, job.partial_state - job.partial)
+    return _kept[key]
 
 
 def inputs_there(operands: Operands, space: Scratch) -> Operands:
@@ -82,18 +138,30 @@ def follow_others(stream: int, *arrays: np.ndarray | None) -> None:
 
 def _launch_all(choice: Choice, problem: Problem, operands: Operands, space: Scratch) -> None:
     """Put all kernels of a call into the stream."""
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
-    splits, partial = choice.num_splits, 0
-    if splits > 1:
-        itemsize = np.dtype(problem.variant.dtype).itemsize
-        partial = space.allocate(rows * splits * (problem.head_dim_v + 2) * itemsize)
+    nbytes = _partial_bytes(choice, problem)
+    partial = space.allocate(nbytes) if nbytes else 0
     job = job_of(problem, operands, choice.pieces, space.address_of, partial)
-    if problem.seqlen_k:
-        launch(choice.kernel, job, space)
-    if splits > 1:
-        launch(row_kernel("combine", problem, rows), job, space)
+    for kernel in _kernels(choice, problem, operands):
+        launch(kernel, job, space)
+
+
+def _partial_bytes(choice: Choice, problem: Problem) -> int:
+    """Memory for the results of parts of the keys; 0 where they are not split."""
+    if choice.num_splits == 1:
+        return 0
+    rows = problem.batch * problem.heads_q * problem.seqlen_q * choice.num_splits
+    return rows * (problem.head_dim_v + 2) * np.dtype(problem.variant.dtype).itemsize
+
+
+def _kernels(choice: Choice, problem: Problem, operands: Operands) -> list[Kernel]:
+    """Those of a call, one after another."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    found = [choice.kernel] if problem.seqlen_k else []
+    if choice.num_splits > 1:
+        found.append(row_kernel("combine", problem, rows))
     if not problem.seqlen_k or _has_missing_rows(operands):
-        launch(row_kernel("missing", problem, rows), job, space)
+        found.append(row_kernel("missing", problem, rows))
+    return found
 
 
 def _has_missing_rows(operands: Operands) -> bool:
@@ -105,11 +173,14 @@ def _has_missing_rows(operands: Operands) -> bool:
 
 def launch(kernel: Kernel, job: Job | GradientJob, space: Scratch) -> None:
     """Put a kernel into the stream."""
-    target = compile.ptx_target(driver.device(space.ordinal).capability)
-    code = compile.code(kernel.key, builder(kernel.key), target)
-    function = driver.load(code, space.ordinal, kernel.shared_bytes)
     shape = kernel.grid, kernel.threads, kernel.shared_bytes
-    driver.launch(function, *shape, space.stream, job)
+    driver.launch(_function(kernel, space.ordinal), *shape, space.stream, job)
+
+
+def _function(kernel: Kernel, ordinal: int) -> Any:
+    target = compile.ptx_target(driver.device(ordinal).capability)
+    code = compile.code(kernel.key, builder(kernel.key), target)
+    return driver.load(code, ordinal, kernel.shared_bytes)
 
 
 class Scratch:

@@ -111,3 +111,8 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
     if (getenv("FAKE_QUIET")) { used = jobs_used = 0; return 0; }
     return say("launch %u %u %u, %u %u %u, %u, %p", gx, gy, gz, bx, by, bz, shared, stream);
 }
+
+int cuMemsetD8Async(u64 address, unsigned char value, size_t size, void *stream) {
+    memset((void *)address, value, size);
+    return say("clear %zu %p", size, stream);
+}
