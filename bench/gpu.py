@@ -9,6 +9,7 @@ bench/gpu_build.py translates the kernels beforehand. Steps have limits, less th
 correct    every kernel and option against the definition in float64
 limits     what this GPU's matrix product and copy reach, for the other steps to be held against
 forward    long sequences beside torch's backends
+backward   their gradients
 decode     one query against many keys, as a share of the copy's bandwidth
 overhead   what a call costs the CPU
 sanitizer  the correct step under compute-sanitizer (memcheck, racecheck), where it is installed
@@ -20,6 +21,7 @@ memory than the level-2 cache holds; contenders take turns, and medians of the r
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import shutil
@@ -43,8 +45,9 @@ CACHE_BYTES = 200 << 20  # inputs of a contender span at least this much: four t
 SAMPLE_SECONDS = 0.02
 ROUNDS = 7
 # Limits of steps, so that all of them take less than 6 minutes.
-CORRECT_SECONDS, CASES_SECONDS, SANITIZER_SECONDS = 120, 45, 45
+CORRECT_SECONDS, CASES_SECONDS, SANITIZER_SECONDS = 110, 40, 40
 Call = Callable[[int], Any]  # with the number of a set of inputs
+Callers = dict[str, Callable[[list], Call]]
 
 
 # --- correct --------------------------------------------------------------------------------------
@@ -53,7 +56,9 @@ Call = Callable[[int], Any]  # with the number of a set of inputs
 def correct(options: argparse.Namespace) -> dict[str, Any]:
     """{call: its error over what is allowed, the kernel} and what went wrong."""
     found: dict[str, Any] = {}
-    trials = list(gpu_cases.trials())[:: 9 if options.quick else 1]
+    trials = [*gpu_cases.trials(), *gpu_cases.gradient_trials()]
+    trials.sort(key=lambda trial: gpu_cases.DTYPES.index(trial.case.dtype))  # of most use first
+    trials = trials[:: 9 if options.quick else 1]
     start = time.perf_counter()
     for trial in trials:
         if time.perf_counter() - start > CORRECT_SECONDS:
@@ -140,6 +145,13 @@ def forward(options: argparse.Namespace) -> dict[str, Any]:
     return dict(_measured(gpu_cases.FORWARD, options, _flop_text))
 
 
+def backward(options: argparse.Namespace) -> dict[str, Any]:
+    """Samples of every contender on gradients: 2.5 times the work of forward, by custom."""
+    return dict(
+        _measured(gpu_cases.BACKWARD, options, _flop_text_of_gradients, _gradients_in_turns)
+    )
+
+
 def decode(options: argparse.Namespace) -> dict[str, Any]:
     """Samples of every contender on one query."""
     return dict(_measured(gpu_cases.DECODE, options, _bytes_text))
@@ -149,12 +161,19 @@ def _flop_text(case: Timed, seconds: float) -> str:
     return f"{case.flop / seconds / 1e12:.0f} TFLOP/s"
 
 
+def _flop_text_of_gradients(case: Timed, seconds: float) -> str:
+    return _flop_text(case, seconds / 2.5)
+
+
 def _bytes_text(case: Timed, seconds: float) -> str:
     return f"{case.nbytes / seconds / 1e9:.0f} GB/s"
 
 
 def _measured(
-    cases: tuple[Timed, ...], options: argparse.Namespace, text: Callable[[Timed, float], str]
+    cases: tuple[Timed, ...],
+    options: argparse.Namespace,
+    text: Callable[[Timed, float], str],
+    callers: Callable[[Timed, argparse.Namespace], Callers] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     start = time.perf_counter()
     for case in cases[:1] if options.quick else cases:
@@ -163,9 +182,9 @@ def _measured(
             continue
         inputs = list(_inputs(case, options))
         calls, refused = {}, {}
-        for name, attend in _contenders(case, options).items():
+        for name, prepare in (callers or _in_turns)(case, options).items():
             try:
-                calls[name] = _in_turn(attend, inputs, options)
+                calls[name] = prepare(inputs)
             except (RuntimeError, TypeError, ValueError) as error:
                 refused[name] = str(error).splitlines()[0]
         samples = Clock(options.device).compare(calls, options.rounds)
@@ -210,6 +229,37 @@ def _contenders(case: Timed, options: argparse.Namespace) -> dict[str, Callable[
     if case.dtype == "float32":
         names = {"efficient": SDPBackend.EFFICIENT_ATTENTION}
     return {"fastattn": ours} | {f"torch {name}": theirs(one) for name, one in names.items()}
+
+
+def _in_turns(case: Timed, options: argparse.Namespace) -> Callers:
+    """Of each contender, what makes a call of the inputs in turn."""
+    return {
+        name: functools.partial(_in_turn, attend, options=options)
+        for name, attend in _contenders(case, options).items()
+    }
+
+
+def _gradients_in_turns(case: Timed, options: argparse.Namespace) -> Callers:
+    """The same of their gradients, each of results that are computed beforehand."""
+    how = {"causal": case.causal, "backend": options.backend}
+
+    def ours(inputs: list) -> Call:
+        kept = []
+        for q, k, v in inputs:
+            results = fastattn.attention(q, k, v, return_lse=True, **how)
+            kept.append((torch.randn_like(q), q, k, v, *results))
+        return lambda n: fastattn.attention_backward(*kept[n % len(kept)], **how)
+
+    def theirs(attend: Callable[..., Any], inputs: list) -> Call:
+        kept = []
+        for one in inputs:
+            leaves = [a.clone().requires_grad_() for a in one]
+            kept.append((attend(*leaves), leaves, torch.randn_like(one[0])))
+        return lambda n: torch.autograd.grad(*kept[n % len(kept)], retain_graph=True)
+
+    found = _contenders(case, options)
+    others = {n: functools.partial(theirs, f) for n, f in found.items() if n.startswith("torch")}
+    return {"fastattn": ours} | others
 
 
 def _in_turn(attend: Callable[..., Any], inputs: list, options: argparse.Namespace) -> Call:
@@ -282,7 +332,8 @@ def sanitizer(options: argparse.Namespace) -> dict[str, Any]:
 
 
 STEPS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    step.__name__: step for step in (correct, limits, forward, decode, overhead, sanitizer)
+    step.__name__: step
+    for step in (correct, limits, forward, backward, decode, overhead, sanitizer)
 }
 
 

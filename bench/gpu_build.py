@@ -47,6 +47,31 @@ def keys(device: driver.Device) -> set[Key]:
         found.add(choice.choose(problem, device, where.whole_rows, where.options).kernel.key)
         for name in ("combine", "missing"):
             found.add(choice.row_kernel(name, problem, 1).key)
+    return found | gradient_keys(device)
+
+
+def gradient_keys(device: driver.Device) -> set[Key]:
+    """The same of gradients."""
+    found = set()
+    timed = (
+        Trial(Case(c.name, 1024, 1024, c.head_dim, dtype=c.dtype, causal=c.causal))
+        for c in gpu_cases.BACKWARD
+    )
+    for trial in (*gpu_cases.gradient_trials(), *timed):
+        x = inputs_of(trial)
+        x.flags.pop("members", None)
+        problem, operands = check(*x.arrays, **x.flags, fold=False)
+        where = placement_of(operands)
+        chosen = choice.choose_gradients(problem, device, where.whole_rows, where.options)
+        found |= {kernel.key for kernel, _ in chosen.kernels}
+        dtype = problem.variant.dtype
+        if "bias" in x.flags:
+            found.add(choice.bias_kernel(problem, (1, 1), dtype)[0].key)
+        found.update(
+            choice.sums_kernel(problem, "d" + name, dtype)[0].key
+            for name in ("sinks", "alibi")
+            if name in x.flags
+        )
     return found
 
 

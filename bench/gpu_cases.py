@@ -53,6 +53,24 @@ def trials() -> Iterator[Trial]:
         yield Trial(replace(SMALL, name="strides", dtype=dtype), layouts=strided)
 
 
+# Of gradients, of those above: what one of their kernels does another way.
+GRADIENTS = (
+    *("plain", "causal", "more queries", "window", "chunk", "softcap", "negative scale", "mask"),
+    *("bias", "alibi", "sinks", "lengths", "dropout", "one key", "odd head_dim", "wide values"),
+    *("head_dim 128", "head_dim 256"),
+)
+
+
+def gradient_trials() -> Iterator[Trial]:
+    """Calls of attention_backward(), likewise."""
+    for dtype in DTYPES:
+        for name in GRADIENTS:
+            case = replace(SMALL, name=f"gradients, {name}", dtype=dtype, **VARIANTS[name])
+            yield Trial(case, kind="backward")
+        case = replace(SMALL, name="gradients, packed", dtype=dtype, causal=True, sinks=True)
+        yield Trial(case, kind="varlen backward")
+
+
 # --- calls whose time counts ----------------------------------------------------------------------
 
 
@@ -94,6 +112,13 @@ FORWARD = (
     replace(LONG, name="causal-1k-d128", batch=16, seqlen_q=1024, seqlen_k=1024, causal=True),
     replace(LONG, name="dense-4k-d256", heads_q=8, heads_kv=8, head_dim=256),
     replace(LONG, name="dense-2k-d64-f32", dtype="float32", seqlen_q=2048, seqlen_k=2048),
+)
+BACKWARD = (
+    replace(LONG, name="dense-8k-d128"),
+    replace(LONG, name="causal-8k-d128", causal=True),
+    replace(
+        LONG, name="causal-2k-d64", batch=8, seqlen_q=2048, seqlen_k=2048, head_dim=64, causal=True
+    ),
 )
 DECODE = (
     Timed("decode-mha-8k", 16, 32, 32, 1, 8192, 128),

@@ -25,7 +25,7 @@ def script(monkeypatch):
 
 def test_steps_run(script, monkeypatch, tmp_path, capsys):
     gpu, path = script("gpu"), tmp_path / "report.json"
-    steps = "limits,forward,decode,overhead,sanitizer"
+    steps = "limits,forward,backward,decode,overhead,sanitizer"
     options = ["--device", "cpu", "--quick", "--steps", steps, "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
     gpu.main()
@@ -63,4 +63,6 @@ def test_work_counts_visible_pairs(script):
 def test_kernels_to_build(script):
     build = script("gpu_build")
     names = {key[0] for key in build.keys(build.device_of((7, 5)))}
-    assert names == {"simt", "combine", "missing"}
+    gradients = {"gradient_" + name for name in ("rows", "bias", "sums")}
+    gradients |= {"simt_gradient_q", "simt_gradient_kv"}
+    assert names == {"simt", "combine", "missing"} | gradients

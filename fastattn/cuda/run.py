@@ -117,7 +117,7 @@ def _keep(key: Hashable, plan: Plan, problem: Problem, operands: Operands, ordin
     job = job_of(problem, operands, choice.pieces, address, NOWHERE if nbytes else 0)
     shapes = [(_function(k, ordinal), k.grid, k.threads, k.shared_bytes) for k in kernels]
     prepared = driver.Prepared(job, shapes)
-    _kept[key] = Kept(plan, prepared, nbytes, job.partial_state - job.partial)
+    _kept[key] = Kept(plan, prepared, nbytes, job[PARTIAL[1]] - job[PARTIAL[0]])
     return _kept[key]
 
 

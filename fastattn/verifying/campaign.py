@@ -16,7 +16,7 @@ from .case import has_bfloat16
 from .draw import draw
 from .oracle import WrongAnswer
 from .shrink import shrink
-from .trial import BACKWARD, Inputs, Trial, error_ratio, inputs_of, results
+from .trial import Inputs, Trial, error_ratio, inputs_of, results
 
 STUCK = 300.0  # seconds without an answer: the longest drawn problems take less than one
 REPORT_EVERY = 0.2  # seconds
@@ -181,8 +181,6 @@ def solve(trial: Trial, x: Inputs, name: str) -> float | None:
         if not peer.expresses(trial):
             return None
         found, most = peer.results(trial, x), peer.MOST_RATIO
-    elif name == "cuda" and trial.kind in BACKWARD:
-        return None  # gradients are computed on the CPU alone
     else:
         found, most = results(trial, x, name), 1.0
     ratio = error_ratio(trial, x, found)
