@@ -62,7 +62,7 @@ def bias_kernel(variant: Variant, tile: Tile, stored: str, words: Any) -> Callab
     real, block_m, block_n = np.dtype(variant.dtype).type, tile.block_m, tile.block_n
     buffer_size, own_scores = tile.gradient_size, tile.rows * tile.keys
     add_tile, put = tile_adder(variant, tile, words), put_tile(variant, tile, stored, words)
-    owner, entry_at = owner_of_entry(words), entry_of(words)
+    owner, entry_at, start_of = owner_of_entry(words), entry_of(words), offset_of_entry(words)
 
     def kernel(job):
         buffer = cuda.shared.array(buffer_size, real)
@@ -93,9 +93,10 @@ def bias_kernel(variant: Variant, tile: Tile, stored: str, words: Any) -> Callab
         )
         if repeats or owner(job.dbias_table, job.dbias_batch, b) != b:
             return
+        part = start_of(job.dbias_table, job.dbias_batch, b)
         last_row = last_key = np.int64(0)
         for other in range(b, job.batch):
-            if owner(job.dbias_table, job.dbias_batch, other) == b:
+            if start_of(job.dbias_table, job.dbias_batch, other) == part:
                 for h in range(0 if all_heads else head, job.heads_q if all_heads else head + 1):
                     entry = entry_at(job, other, h // job.group)
                     last_row = max(last_row, entry.q_len)
@@ -202,9 +203,10 @@ def row_sums_kernel(variant: Variant, of: str, stored: str, threads: int, words:
         )
         if owner(table, stride, b) != b:
             return
+        part = start_of(table, stride, b)
         rows, total = job.sink_rows if of_sinks else job.alibi_rows, real(0)
         for other in range(b, job.batch):
-            if owner(table, stride, other) == b:
+            if start_of(table, stride, other) == part:
                 first = (other * job.heads_q + head) * job.seqlen_q
                 i, stop = tid, member(job, other)[0]
                 if of_sinks and job.starts == 0:
@@ -219,8 +221,8 @@ def row_sums_kernel(variant: Variant, of: str, stored: str, threads: int, words:
             for t in range(threads):
                 total += parts[t]
             if of_sinks:
-                keep(job.dsinks, start_of(table, stride, b) + head * job.dsinks_head, kept(total))
+                keep(job.dsinks, part + head * job.dsinks_head, kept(total))
             else:
-                keep(job.dalibi, start_of(table, stride, b) + head * job.dalibi_head, kept(total))
+                keep(job.dalibi, part + head * job.dalibi_head, kept(total))
 
     return kernel
