@@ -105,7 +105,7 @@ LAYERS = [
     "cpu.products cpu.masking cpu.rows cpu.ahead cpu.elementwise_kernels",
     "cpu.gradient_rows cpu.gradient_scores",
     "cpu.softmax cpu.microkernel cpu.modifiers",
-    "cpu.pages",
+    "cpu.pages cpu.square",
     "cpu.random cpu.fields",
     "cpu.simd cpu.auxiliary",
     "cpu.elementary cpu.memory",

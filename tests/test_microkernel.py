@@ -107,8 +107,9 @@ def packers(dtype, storage):
 
     def build(unit):
         from fastattn.cpu.memory import pointer_to
-        from fastattn.cpu.microkernel import pack_k, pack_v, transpose_square
+        from fastattn.cpu.microkernel import pack_k, pack_v
         from fastattn.cpu.registers import ITEMSIZE, jit
+        from fastattn.cpu.square import transpose_square
 
         real, stored, integers = pointer_to(dtype), pointer_to(storage), pointer_to("int64")
         keys, values = pack_k(dtype, unit, storage), pack_v(dtype, unit, storage)

@@ -138,7 +138,7 @@ def key_block(variant: Variant, unit: VectorUnit):
     nr = tile_shape(unit)[1] * lanes
     pack_keys, pack_values = pack_k(dtype, unit, storage), pack_v(dtype, unit, storage)
     score_packed = products.score_block(dtype, unit)
-    score_few = products.few_scores(dtype, unit, storage, variant.paged)
+    score_few = products.few_scores(dtype, unit, storage)
     change, apply_mask = scores_block(variant, lanes), mask_block(variant, lanes)
     fold, mark_lost = softmax_block(variant, unit), mark_overflow(variant, unit)
     find_rows, real, as_stored = key_rows(variant), pointer_to(dtype), storage == dtype

@@ -62,6 +62,18 @@ def rows_from(typingctx, pointer, rows, n):
     return pair(pointer, rows, types.int64), codegen
 
 
+@intrinsic
+def rows_follow(typingctx, rows, width):
+    """Whether rows of `width` elements lie one behind the other; never where a table says."""
+
+    def codegen(context, builder, sig, args):
+        if isinstance(args[0].type, ir.PointerType):
+            return ir.Constant(ir.IntType(1), 0)
+        return builder.icmp_signed("==", *args)
+
+    return types.boolean(types.unliteral(rows), types.int64), codegen
+
+
 class Storage(types.Opaque):
     """A float type that memory may hold but Numba's CPU target cannot compute with."""
 

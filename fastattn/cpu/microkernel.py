@@ -21,11 +21,9 @@ from .registers import (
     FLOAT,
     I64,
     ITEMSIZE,
-    STORED,
     broadcast,
     call,
     constant,
-    from_storage,
     jit,
     load_vector,
     prefetch_line,
@@ -33,6 +31,7 @@ from .registers import (
     store_vector,
 )
 from .simd import operations
+from .square import transpose_square
 
 # (mr rows, nv registers of columns) by number of vector registers: mr * nv accumulators + nv
 # columns + 1 broadcast fit.
@@ -46,7 +45,7 @@ def tile_shape(unit: VectorUnit) -> tuple[int, int]:
 
 
 @functools.cache
-def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
+def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False, asks: bool = False):
     """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in
     registers.
 
@@ -58,6 +57,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
        lie; or where the table of offsets at rs_b says
     c  (mr, nv * lanes), row stride rs_c, columns contiguous
     accumulate  int64: 0 to overwrite c, else to add to it
+    asks  whether to ask for the rows of b ROWS_AHEAD ahead, as is done where a table says
 
     Requires  mr * nv + nv + 1 vector registers. depth may be 0.
     Writes    c only; reads it only if accumulate (its old contents may else be NaN).
@@ -84,9 +84,9 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
         row, a_row = builder.phi(b.type), builder.phi(a.type)
         acc = {t: builder.phi(vector) for t in tile}
         own_row = builder.gep(b, [row_offset(builder, rs_b, d)]) if is_table else row
-        if is_table:
-            ahead = builder.add(d, number(ROWS_AHEAD))
-            later_row = builder.gep(b, [row_offset(builder, rs_b, ahead)])
+        if is_table or asks:
+            ahead = builder.add(d, number(ROWS_AHEAD)) if is_table else number(ROWS_AHEAD)
+            later_row = builder.gep(b if is_table else row, [row_offset(builder, rs_b, ahead)])
             for place in range(0, nv * lanes, LINE // ITEMSIZE[dtype]):
                 prefetch_line(builder, later_row, number(place))
         columns = [load_vector(builder, own_row, number(n * lanes), vector) for n in range(nv)]
@@ -168,156 +168,6 @@ def panel_product(dtype: str, unit: VectorUnit, transposed: bool = False):
                     one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
                 else:
                     slim_one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
-
-    return run
-
-
-def _interleave(builder, x, y, size: int, lanes: int, group: int):
-    """(low, high): within each group of lanes, runs of `size` lanes of x and y in turn: x0 y0 x1
-    y1 ... (one instruction).
-    """
-    index = ir.VectorType(ir.IntType(32), lanes)
-    halves = []
-    for half in range(2):
-        order = []
-        for start in range(0, lanes, group):
-            for run in range(group // (2 * size)):
-                first = start + (half * group // 2) + run * size
-                order += list(range(first, first + size))
-                order += list(range(lanes + first, lanes + first + size))
-        halves.append(builder.shuffle_vector(x, y, ir.Constant(index, order)))
-    return halves
-
-
-def _swap_blocks(builder, x, y, size: int, lanes: int):
-    """(x', y'): blocks of `size` lanes; x' takes the even blocks of x and y in turn, y' the odd
-    ones.
-    """
-    index = ir.VectorType(ir.IntType(32), lanes)
-    pair = []
-    for odd in range(2):
-        order = []
-        for start in range(0, lanes, 2 * size):
-            first = start + odd * size
-            order += list(range(first, first + size)) + list(
-                range(lanes + first, lanes + first + size)
-            )
-        pair.append(builder.shuffle_vector(x, y, ir.Constant(index, order)))
-    return pair
-
-
-def transposed(builder, rows: list) -> list:
-    """LLVM values: the transpose of a square of registers. First inside 128-bit lanes, then whole
-    lanes change places.
-    """
-    lanes = len(rows)
-    inner = min(lanes, 16 // (4 if rows[0].type.element == ir.FloatType() else 8))
-    for size in (1, 2) if inner == 4 else (1,):
-        rows = _transpose_stage(builder, rows, size, inner, lanes)
-    size = inner
-    while size < lanes:
-        for i in range(lanes):
-            if not i & size:
-                rows[i], rows[i + size] = _swap_blocks(
-                    builder, rows[i], rows[i + size], size, lanes
-                )
-        size *= 2
-    return rows
-
-
-def _transpose_stage(builder, rows, size, inner, lanes):
-    """One stage inside 128-bit lanes: size 1 then (for four floats a lane) size 2, by the
-    interleaving instructions.
-    """
-    out = list(rows)
-    for base in range(0, lanes, inner):
-        if inner == 2:
-            out[base], out[base + 1] = _interleave(builder, rows[base], rows[base + 1], 1, lanes, 2)
-        elif size == 1:
-            # rows 0, 1 -> (columns 0, 1), (columns 2, 3); rows 2, 3 likewise
-            out[base], out[base + 1] = _interleave(builder, rows[base], rows[base + 1], 1, lanes, 4)
-            out[base + 2], out[base + 3] = _interleave(
-                builder, rows[base + 2], rows[base + 3], 1, lanes, 4
-            )
-        else:
-            out[base], out[base + 1] = _interleave(builder, rows[base], rows[base + 2], 2, lanes, 4)
-            out[base + 2], out[base + 3] = _interleave(
-                builder, rows[base + 1], rows[base + 3], 2, lanes, 4
-            )
-    return out
-
-
-def _load_square(builder, k, rs_k, last, dtype, lanes, storage):
-    """LLVM values: `lanes` rows, rs_k apart, as dtype; rows past the last repeat it. A table of
-    offsets goes on past it.
-    """
-    rows, is_table = [], isinstance(rs_k.type, ir.PointerType)
-    for n in range(lanes):
-        row = number = ir.Constant(I64, n)
-        if not is_table:
-            row = builder.select(builder.icmp_signed("<", number, last), number, last)
-        stored = ir.VectorType(STORED[storage], lanes)
-        value = load_vector(builder, k, row_offset(builder, rs_k, row), stored)
-        rows.append(from_storage(builder, value, storage, dtype))
-    return rows
-
-
-@functools.cache
-def transpose_square(dtype: str, lanes: int, storage: str):
-    """Intrinsic: panel[d, n] = k[n, d] for lanes x lanes elements, through registers.
-
-    k      of storage type, rows rs_k apart, columns contiguous: rows past the last repeat it; or a
-           whole square of rows at the offsets that the table rs_k says
-    panel  of dtype, row stride rs_panel, columns contiguous
-    """
-
-    def codegen(context, builder, sig, args):
-        k, rs_k, last, panel, rs_panel = args
-        rows = _load_square(builder, k, rs_k, last, dtype, lanes, storage)
-        columns = transposed(builder, rows)
-        for d, column in enumerate(columns):
-            store_vector(builder, panel, builder.mul(ir.Constant(I64, d), rs_panel), column)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def run(typingctx, k, rs_k, last, panel, rs_panel):
-        size = types.int64
-        return types.void(k, types.unliteral(rs_k), size, panel, size), codegen
-
-    return run
-
-
-@functools.cache
-def dot_square(dtype: str, lanes: int, storage: str, rows: int):
-    """Intrinsic: part[m, n] += sum_d q[m, d] * k[n, d] for `lanes` keys n and as many dims d.
-
-    The keys are transposed in registers, so that a score is one chain along d, as in product().
-
-    q     (rows, lanes), row stride rs_q
-    k     as in transpose_square()
-    part  (rows, lanes), contiguous
-    """
-    vector = ir.VectorType(FLOAT[dtype], lanes)
-
-    def codegen(context, builder, sig, args):
-        q, rs_q, k, rs_k, last, part = args
-        number = functools.partial(ir.Constant, I64)
-        square = _load_square(builder, k, rs_k, last, dtype, lanes, storage)
-        columns = transposed(builder, square)
-        for m in range(rows):
-            place = number(m * lanes)
-            row = builder.gep(q, [builder.mul(number(m), rs_q)])
-            total = load_vector(builder, part, place, vector)
-            for d, column in enumerate(columns):
-                element = builder.load(builder.gep(row, [number(d)]))
-                total = call(builder, "fma", [broadcast(builder, element, lanes), column, total])
-            store_vector(builder, part, place, total)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def run(typingctx, q, rs_q, k, rs_k, last, part):
-        size = types.int64
-        return types.void(q, size, k, types.unliteral(rs_k), size, part), codegen
 
     return run
 

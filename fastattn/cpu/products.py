@@ -12,10 +12,16 @@ import numpy as np
 
 from ..machine import VectorUnit
 from .job import LINE
-from .memory import at, element_loader, prefetch, row_at, rows_from
-from .microkernel import ROWS_AHEAD, dot_square, panel_product, product, tile_shape
+from .memory import at, element_loader, prefetch, row_at, rows_follow, rows_from
+from .microkernel import (
+    ROWS_AHEAD,
+    panel_product,
+    product,
+    tile_shape,
+)
 from .registers import ITEMSIZE, jit
 from .simd import operations
+from .square import dot_square, row_registers
 
 # Dimensions that one chain of a score adds up. A chain of 224 errs 2.7 times as much as NumPy's
 # small products do, one of 64 at most 1.9 times; shorter ones cost more than they give.
@@ -47,13 +53,8 @@ def score_block(dtype: str, unit: VectorUnit):
 
 
 @functools.cache
-def few_scores(dtype: str, unit: VectorUnit, storage: str, paged: bool = False):
+def few_scores(dtype: str, unit: VectorUnit, storage: str):
     """Kernel: the same for a few rows, from keys as they lie (contiguous columns).
-
-    Reading the keys is all that this costs, and the products take them in an order that no hardware
-    foresees. So the next register of rows is loaded in the order of memory meanwhile, one load a
-    line, its values unused. Share of the bandwidth of a plain read loop, one thread, head_dim 128:
-    prefetch instructions 0.42, loads 0.90; with four rows 0.41 and 0.58.
 
     k        first key of the block, rows rs_k apart, or where this table of offsets says
     keys     how many there are; s is written up to the next multiple of lanes
@@ -61,26 +62,50 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str, paged: bool = False):
     part     (FEW_ROWS + 1, lanes) scratch
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
+    store, splat = operations(dtype, lanes).store, operations(dtype, lanes).splat
+    four, one = (scores_of_lanes(dtype, lanes, storage, rows) for rows in (4, 1))
+    zero = getattr(np, dtype)(0)
+
+    @jit
+    def run(q_rows, count, head_dim, k, rs_k, keys, beyond, s, s_stride, part):
+        touched = splat(zero)
+        for n in range(0, keys, lanes):
+            last, m = keys - 1 - n, 0
+            while m < count:
+                q, to = at(q_rows, m * head_dim), at(s, m * s_stride + n)
+                place = q, head_dim, k, rs_k, n, last, beyond, to, s_stride, part
+                if count - m >= 4:
+                    touched = four(*place, touched)
+                    m += 4
+                else:
+                    touched = one(*place, touched)
+                    m += 1
+        store(part, FEW_ROWS * lanes, touched)  # else the loads would be left out
+
+    return run
+
+
+@functools.cache
+def scores_of_lanes(dtype: str, lanes: int, storage: str, rows: int):
+    """Kernel: few_scores() of `rows` rows and of one register of keys, from key n on.
+
+    Reading the keys is all that this costs, and the products take them in an order that no hardware
+    foresees. So while a register of keys is multiplied, the next is loaded in the order of memory,
+    one load a line, its values unused; rows that do not follow each other are asked for further
+    ahead. Share of the bandwidth of a plain read loop, one thread, head_dim 128: prefetch
+    instructions 0.42, loads 0.90; with four rows 0.41 and 0.58.
+
+    last     number of the last key, from n
+    touched  a register that comes to depend on what was loaded
+    """
     simd = operations(dtype, lanes)
-    load, store, splat, fma, vmax = simd.load, simd.store, simd.splat, simd.fma, simd.vmax
-    load_stored = simd.loader(storage)
-    four, one = (dot_square(dtype, lanes, storage, rows) for rows in (4, 1))
-    scalar, line = getattr(np, dtype), LINE // ITEMSIZE[storage]
-    element = element_loader(storage, dtype)
-    distance = ROWS_AHEAD if paged else lanes
+    load, store, splat, fma = simd.load, simd.store, simd.splat, simd.fma
+    dot = dot_square(dtype, lanes, storage, rows)
+    zeros, store_rows = row_registers(dtype, lanes, rows)
+    line, square, element = LINE // ITEMSIZE[storage], lanes * lanes, element_loader(storage, dtype)
 
     @jit
-    def ask_for(row, start, stop, touched):
-        """Bring a row's lines near."""
-        for c in range(start, stop, line):
-            if paged:
-                prefetch(row, c)
-            else:
-                touched = vmax(touched, load_stored(row, c))
-        return touched
-
-    @jit
-    def tail(q, head_dim, rows, key, rs_k, last, start, stop, part):
+    def tail(q, head_dim, key, rs_k, last, start, stop, part):
         """part[m] += q[m, start:stop] · key[:, start:stop], fewer dims than a register holds."""
         column = at(part, FEW_ROWS * lanes)
         for d in range(start, stop):
@@ -91,37 +116,33 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str, paged: bool = False):
                 store(part, m * lanes, fma(q_d, load(column, 0), load(part, m * lanes)))
 
     @jit
-    def run(q_rows, count, head_dim, k, rs_k, keys, beyond, s, s_stride, part):
+    def run(q, head_dim, k, rs_k, n, last, beyond, s, s_stride, part, touched):
         whole = head_dim // lanes * lanes
-        rows_a_step = (lanes * lanes + whole - 1) // max(whole, 1)
-        touched = splat(scalar(0))
-        for n in range(0, keys, lanes):
-            (key, rs_key), last = rows_from(k, rs_k, n), keys - 1 - n
-            ahead, ahead_stop = n + distance, min(n + distance + lanes, beyond)
-            m = 0
-            while m < count:
-                rows = 4 if count - m >= 4 else 1
-                q = at(q_rows, m * head_dim)
-                for i in range(rows):
-                    store(s, (m + i) * s_stride + n, splat(scalar(0)))
-                for start in range(0, head_dim, KC):
-                    for i in range(rows):
-                        store(part, i * lanes, splat(scalar(0)))
-                    for d in range(start, min(start + KC, whole), lanes):
-                        for r in range(ahead, min(ahead + rows_a_step, ahead_stop)):
-                            touched = ask_for(row_at(k, rs_k, r), 0, whole, touched)
-                        ahead += rows_a_step
-                        if rows == 4:
-                            four(at(q, d), head_dim, at(key, d), rs_key, last, part)
-                        else:
-                            one(at(q, d), head_dim, at(key, d), rs_key, last, part)
-                    stop = min(start + KC, head_dim)
-                    tail(q, head_dim, rows, key, rs_key, last, max(start, whole), stop, part)
-                    for i in range(rows):
-                        place = (m + i) * s_stride + n
-                        store(s, place, load(s, place) + load(part, i * lanes))
-                m += rows
-        store(part, FEW_ROWS * lanes, touched)  # else the loads would be left out
+        key, rs_key = rows_from(k, rs_k, n)
+        follow = rows_follow(rs_k, head_dim)
+        near, asks = row_at(k, rs_k, n + lanes), follow and n + 2 * lanes <= beyond
+        rows_a_step = (square + whole - 1) // max(whole, 1)
+        ahead = n + ROWS_AHEAD
+        ahead_stop = ahead if follow else min(ahead + lanes, beyond)
+        for start in range(0, max(head_dim, 1), KC):
+            totals = zeros()
+            for d in range(start, min(start + KC, whole), lanes):
+                for r in range(ahead, min(ahead + rows_a_step, ahead_stop)):
+                    for c in range(0, whole, line):
+                        prefetch(row_at(k, rs_k, r), c)
+                ahead += rows_a_step
+                x, y = at(q, d), at(key, d)
+                totals, touched = dot(x, head_dim, y, rs_key, last, totals, near, asks, touched)
+                near = at(near, square)
+            store_rows(part, lanes, totals)
+            stop = min(start + KC, head_dim)
+            tail(q, head_dim, key, rs_key, last, max(start, whole), stop, part)
+            for m in range(rows):
+                total = load(part, m * lanes)
+                if start > 0:
+                    total = load(s, m * s_stride) + total
+                store(s, m * s_stride, total)
+        return touched
 
     return run
 
@@ -161,7 +182,7 @@ def few_outputs(dtype: str, unit: VectorUnit):
     def some_rows(rows):
         """Kernel: one or two rows against all columns, in tiles as wide as fit."""
         shapes = FEW_TILES[unit.registers][rows - 1]
-        wide, slim = (product(dtype, lanes, rows, nv) for nv in shapes)
+        wide, slim = (product(dtype, lanes, rows, nv, asks=True) for nv in shapes)
         wide_width, slim_width = (nv * lanes for nv in shapes)
 
         @jit
