@@ -78,6 +78,7 @@ TRIALS = [
     gradient("dropout", dropout_p=0.4, batch=2),
     gradient("layouts", layout="reversed", batch=2, heads_q=1),
     gradient("packed", batch=3, kind="varlen backward", causal=True, sinks=True, alibi="bh"),
+    gradient("packed, no keys", 5, 0, batch=3, kind="varlen backward", sinks=True, alibi="h"),
 ]
 
 

@@ -102,7 +102,9 @@ def missing_kernel(variant: Variant, words: Any) -> Callable:
 
     def kernel(job):
         b, head, i = locate(job)
-        if job.seqlen_k > 0 and i < member(job, b)[0]:
+        exists = i < member(job, b)[0]
+        # What is past a packed member's rows is another's.
+        if (exists and job.seqlen_k > 0) or (not exists and job.starts != 0):
             return
         d = np.int64(cuda.threadIdx.x & LAST_THREAD)
         while d < job.head_dim_v:

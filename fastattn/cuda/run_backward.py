@@ -96,7 +96,8 @@ def _launch_all(
         kernels.append(bias_kernel(problem, gradients.dbias.shape, stored))
     for name, rows in (("dsinks", "sink_rows"), ("dalibi", "alibi_rows")):
         array = getattr(gradients, name)
-        if array is not None:
+        # Without keys, nothing comes of slopes; of a sink, still what lse takes from it.
+        if array is not None and (problem.seqlen_k or name == "dsinks"):
             wanted.add(rows)
             kernels.append(sums_kernel(problem, name, array.dtype.name))
     nbytes = problem.batch * problem.heads_q * problem.seqlen_q
