@@ -352,6 +352,15 @@ print(json.dumps([log(), list(raw)]))
         assert job["num_splits"] == 4
 
 
+@pytest.mark.slow
+def test_what_a_call_costs_is_measured(stub):
+    script = TESTS.parent / "bench" / "cuda_calls.py"
+    variables = os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["call", "launch", "gradients"]
+
+
 # --- gradients ------------------------------------------------------------------------------------
 
 
