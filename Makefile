@@ -14,7 +14,7 @@ chat: .venv/examples.stamp
 	$(BIN)/python examples/smollm2.py
 
 test: .venv/test.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: .venv/check.stamp
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy

@@ -53,7 +53,7 @@ def start(code, cache, *flags, **environment):
 
 def finish(process):
     """What the process printed, as JSON. It must not have said anything else."""
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
     assert err == ""
     return json.loads(out)

@@ -46,7 +46,7 @@ def refused(capsys, *arguments):
 def test_module_runs():
     command = [sys.executable, "-W", "error", "-m", "fastattn", "--help"]
     done = subprocess.run(
-        command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True, timeout=60
+        command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True, timeout=250
     )
     assert all(f"\n    {name} " in done.stdout for name in ("info", "bench", "warmup"))
     assert done.stderr == ""

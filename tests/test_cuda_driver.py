@@ -59,7 +59,7 @@ def run(stub, code, **environment):
     variables |= {"LD_LIBRARY_PATH": str(stub), "FAKE_PARAMETERS": str(len(FIELDS))}
     variables |= {name: str(value) for name, value in environment.items()}
     command = [sys.executable, "-W", "error", "-c", PRELUDE + code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

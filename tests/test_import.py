@@ -11,11 +11,11 @@ import pytest
 
 TIMES = """
 import json, time
-start = time.perf_counter()
+start = time.process_time()
 import numpy
-middle = time.perf_counter()
+middle = time.process_time()
 import fastattn
-print(json.dumps([middle - start, time.perf_counter() - middle]))
+print(json.dumps([middle - start, time.process_time() - middle]))
 """
 
 
@@ -24,7 +24,7 @@ def fresh(code, *flags):
     command = [sys.executable, *flags, "-c", code]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=120, env=environment
+        command, capture_output=True, text=True, check=True, timeout=250, env=environment
     )
     return done.stdout.strip()
 
@@ -62,7 +62,8 @@ print(fastattn.attention(q, q, q, causal=True).tobytes() == one.tobytes(), both[
 
 
 def test_import_time_is_a_fraction_of_numpys():
-    # Both in one process, so that they share the machine's mood; the least of each is its cost.
+    # Of the processor, and both in one process, so that they share the machine's mood; the least of
+    # each is its cost.
     fresh(TIMES)  # writes the bytecode
     for _ in range(3):
         numpy, ours = map(min, zip(*(json.loads(fresh(TIMES)) for _ in range(5)), strict=True))

@@ -267,5 +267,5 @@ import sys
 sys.modules["jax"] = None
 import fastattn.jax
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert "fastattn.jax needs jax, which is not installed: pip install" in done.stderr

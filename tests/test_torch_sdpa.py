@@ -227,12 +227,16 @@ def broken(change):
     return arguments
 
 
+def name_of(value):
+    return getattr(value, "__name__", str(value)[:40])
+
+
 # Integers have no gradients to record.
 BROKEN = [(direct, *error) for error in ERRORS]
 BROKEN += [(recorded, *error) for error in ERRORS if torch.int32 not in error[0].values()]
 
 
-@pytest.mark.parametrize(("way", "change", "message"), BROKEN, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("way", "change", "message"), BROKEN, ids=name_of)
 def test_errors_are_torchs_and_ours(way, change, message):
     arguments = broken(change)
     with torch.nn.attention.sdpa_kernel(MATH), pytest.raises(RuntimeError):

@@ -329,5 +329,5 @@ sys.modules["transformers"] = None
 import fastattn.transformers
 fastattn.transformers.register()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert "fastattn.transformers needs transformers, which is not installed: pip" in done.stderr

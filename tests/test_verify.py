@@ -32,8 +32,9 @@ def solve(trial, backend):
 def test_drawn_problems_are_solved(part, backend):
     for number in NUMBERS[part::3]:
         trial = draw(5, number)
-        # Compiled modifiers are left to the command: a dozen kernels.
-        if backend == "numpy" or not trial.case.modifiers:
+        # Compiled modifiers, and pages of other types, are left to the command: a dozen kernels.
+        rare = trial.case.modifiers or (trial.page_size and trial.case.dtype != "float32")
+        if backend == "numpy" or not rare:
             assert solve(trial, backend) <= 1
 
 
