@@ -29,6 +29,7 @@ ENTRY = ctypes.CFUNCTYPE(
     ctypes.c_int64,
 )
 
+ANSWER = ctypes.c_int64 * 2  # the result, and the address of an error
 HEADER = struct.Struct("<24sQ32s")  # magic, where the entry is, digest of all that follows
 MAGIC = b"fastattn image 1".ljust(24, b"\0")
 
@@ -53,12 +54,12 @@ def call_at(address: int, name: str, keep: Any) -> Kernel:
     _kept.append(keep)
 
     def run(job: int, scratch: int, quota: int) -> int:
-        result = ctypes.c_int64()
-        error = ctypes.c_void_p()
-        status = call(ctypes.addressof(result), ctypes.addressof(error), job, scratch, quota)
+        answer = ANSWER()
+        place = ctypes.addressof(answer)
+        status = call(place, place + 8, job, scratch, quota)
         if status:
             raise RuntimeError(f"kernel {name} failed with status {status}")
-        return result.value
+        return answer[0]
 
     return run
 

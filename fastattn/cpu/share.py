@@ -56,14 +56,14 @@ class Share(NamedTuple):
         """Wait a while; return whether all items are done."""
         return not self.kernel(addressof(self.job), 0, 0)
 
-    def _work(self, scratch: np.ndarray, items_per_call: int) -> None:
+    def _work(self, scratch: tuple[np.ndarray, int], items_per_call: int) -> None:
         """Do items until none is left."""
         try:
             if guards.ON:
                 self._work_guarded()
                 return
-            place = _aligned(scratch)
-            while self.kernel(addressof(self.job), place, items_per_call):
+            kernel, job, (_, place) = self.kernel, addressof(self.job), scratch
+            while kernel(job, place, items_per_call):
                 pass
         except BaseException:  # an interrupt: the other threads need not finish the job
             self.counter[0] = NO_MORE
@@ -83,11 +83,12 @@ def _aligned(scratch: np.ndarray) -> int:
     return (address(scratch) + LINE - 1) & -LINE
 
 
-def _scratch(nbytes: int) -> np.ndarray:
-    """This thread's scratch; it holds whatever the last call left."""
-    buffer = getattr(_kept, "buffer", None)
-    if buffer is None or buffer.nbytes < nbytes:
+def _scratch(nbytes: int) -> tuple[np.ndarray, int]:
+    """This thread's scratch, which holds whatever the last call left, and where it begins."""
+    found = getattr(_kept, "scratch", None)
+    if found is None or found[0].nbytes < nbytes:
         buffer = np.empty(nbytes, np.uint8)
+        found = buffer, _aligned(buffer)
         if nbytes <= SCRATCH_KEPT:
-            _kept.buffer = buffer
-    return buffer
+            _kept.scratch = found
+    return found
