@@ -22,6 +22,7 @@ check: .venv/check.stamp
 
 gpu: .venv/gpu.stamp
 	$(BIN)/python -m fastattn verify --backend cuda
+	FASTATTN_WGMMA=1 $(BIN)/python -m fastattn verify --backend cuda
 	$(BIN)/python bench/gpu.py --json
 
 .venv/bench.stamp: .venv/examples.stamp

@@ -39,6 +39,7 @@ import torch
 from gpu_cases import Timed
 
 import fastattn
+from fastattn.cuda import maps
 from fastattn.verifying.trial import error_ratio, inputs_of, results
 
 CACHE_BYTES = 200 << 20  # inputs of a contender span at least this much: four times an H200's L2
@@ -66,7 +67,8 @@ def correct(options: argparse.Namespace) -> dict[str, Any]:
         x = inputs_of(trial)
         name = f"{trial.case.name} {trial.case.dtype}"
         try:
-            ratio = error_ratio(trial, x, results(trial, x, options.backend))
+            with maps.wgmma(trial.case.name.startswith("wgmma")):
+                ratio = error_ratio(trial, x, results(trial, x, options.backend))
         except Exception as error:
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
         else:
@@ -213,8 +215,12 @@ def _contenders(case: Timed, options: argparse.Namespace) -> dict[str, Callable[
 
     causal = case.causal and case.seqlen_q > 1
 
-    def ours(q, k, v):
-        return fastattn.attention(q, k, v, causal=causal, backend=options.backend)
+    def ours(wgmma):
+        def attend(q, k, v):
+            with maps.wgmma(wgmma):
+                return fastattn.attention(q, k, v, causal=causal, backend=options.backend)
+
+        return attend
 
     def theirs(backend):
         def attend(q, k, v):
@@ -228,7 +234,10 @@ def _contenders(case: Timed, options: argparse.Namespace) -> dict[str, Callable[
     names = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     if case.dtype == "float32":
         names = {"efficient": SDPBackend.EFFICIENT_ATTENTION}
-    return {"fastattn": ours} | {f"torch {name}": theirs(one) for name, one in names.items()}
+    own = {"fastattn": ours(False)}
+    if case.seqlen_q > 1 and case.dtype != "float32" and options.capability == (9, 0):
+        own["fastattn wgmma"] = ours(True)
+    return own | {f"torch {name}": theirs(one) for name, one in names.items()}
 
 
 def _in_turns(case: Timed, options: argparse.Namespace) -> Callers:
@@ -363,6 +372,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, nargs="?", const=Path(), metavar="PATH")
     options = parser.parse_args()
     options.backend = "cuda" if options.device == "cuda" else "auto"
+    options.capability = torch.cuda.get_device_capability() if options.device == "cuda" else (0, 0)
     options.rounds = 2 if options.quick else ROUNDS
     report: dict[str, Any] = {"setting": setting(options)}
     path = options.json

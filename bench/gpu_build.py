@@ -7,6 +7,7 @@ With that folder in place, the machine with the GPU translates nothing, and need
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
@@ -15,7 +16,7 @@ import repository
 
 from fastattn.check import check
 from fastattn.commands import terminal
-from fastattn.cuda import choice, compile, driver
+from fastattn.cuda import choice, compile, driver, maps
 from fastattn.cuda.run import placement_of
 from fastattn.machine import default_num_threads
 from fastattn.problem import Operands, Problem
@@ -42,9 +43,11 @@ def calls() -> Iterator[tuple[Problem, Operands]]:
 def keys(device: driver.Device) -> set[Key]:
     """The kernels of all calls on a device."""
     found = set()
-    for problem, operands in calls():
-        where = placement_of(operands)
-        found.add(choice.choose(problem, device, where.whole_rows, where.options).kernel.key)
+    for (problem, operands), wanted in itertools.product(calls(), (False, True)):
+        with maps.wgmma(wanted):
+            where = placement_of(operands)
+        known = where.whole_rows, where.options, where.no_maps
+        found.add(choice.choose(problem, device, *known).kernel.key)
         for name in ("combine", "missing"):
             found.add(choice.row_kernel(name, problem, 1).key)
     return found | gradient_keys(device)

@@ -37,6 +37,19 @@ VARIANTS: dict[str, dict] = {
     "head_dim 128": {"head_dim": 128, "causal": True},
     "head_dim 256": {"head_dim": 256, "causal": True},
 }
+# What the kernel for compute capability 9.0 is for: once without it, once with it.
+LARGER = replace(SMALL, seqlen_q=300, seqlen_k=420)
+OF_WARPGROUPS: dict[str, dict] = {
+    "wgmma plain": {},
+    "wgmma causal": {"causal": True},
+    "wgmma more queries": {"seqlen_q": 420, "seqlen_k": 300, "causal": True},
+    "wgmma window": {"window": (100, 7)},
+    "wgmma sinks": {"sinks": True},
+    "wgmma lengths": {"lengths": "q_len kv_len kv_start align", "causal": True},
+    "wgmma odd head_dim": {"head_dim": 72},
+    "wgmma wide values": {"head_dim_v": 200},
+    **{f"wgmma head_dim {d}": {"head_dim": d, "causal": True} for d in (96, 128, 192, 256)},
+}
 DTYPES = ("bfloat16", "float32", "float16", "float64")
 
 
@@ -45,6 +58,8 @@ def trials() -> Iterator[Trial]:
     for dtype in DTYPES:
         for name, changes in VARIANTS.items():
             yield Trial(replace(SMALL, name=name, dtype=dtype, **changes))
+        if dtype in ("bfloat16", "float16"):
+            yield from _of_warpgroups(dtype)
         for poison in ("k", "v"):
             case = replace(SMALL, name=f"nan in {poison}", dtype=dtype, causal=True)
             yield Trial(case, poison=poison)
@@ -69,6 +84,13 @@ def gradient_trials() -> Iterator[Trial]:
             yield Trial(case, kind="backward")
         case = replace(SMALL, name="gradients, packed", dtype=dtype, causal=True, sinks=True)
         yield Trial(case, kind="varlen backward")
+
+
+def _of_warpgroups(dtype: str) -> Iterator[Trial]:
+    for name, changes in OF_WARPGROUPS.items():
+        yield Trial(replace(LARGER, name=name, dtype=dtype, **changes))
+    yield Trial(replace(LARGER, name="wgmma nan in v", dtype=dtype, causal=True), poison="v")
+    yield Trial(replace(LARGER, name="wgmma packed", dtype=dtype, causal=True), kind="varlen")
 
 
 # --- calls whose time counts ----------------------------------------------------------------------

@@ -181,6 +181,7 @@ class Placement(NamedTuple):
     on_device: bool  # in its memory already; else in the CPU's
     whole_rows: bool  # rows of q, k, v and out are contiguous and begin at multiples of 16 bytes
     options: bool  # a mask, a bias or ALiBi slopes are among them
+    no_maps: str = ""  # why copies of whole tiles cannot read q, k and v; "" if they can
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class Assembled(NamedTuple):
     spilled: int  # bytes of registers kept in memory
     instructions: Counter  # by name, without what follows a dot
     loop: Counter  # those of the longest loop
+    code: tuple[tuple[str, str], ...]  # all of them in order: (name, what follows it)
 
 
 def need_assembler():
@@ -49,13 +50,15 @@ def assemble(ptx: str, divides: bool = False) -> Assembled:
         report = _run("ptxas", "-v", f"-arch={target}", source, "-o", binary)
         listing = _run("nvdisasm", "-c", binary)
     assert "warning" not in report, report
+    assert "Performance Loss" not in report, report
     assert divides or "__internal" not in listing, (
         "a function of the compiler's own, for a long division"
     )
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    instructions, loop = _counted(listing)
+    code, loop = _counted(listing)
     registers = int(re.search(r"Used (\d+) registers", report)[1])
-    return Assembled(registers, int(spilled[1]) + int(spilled[2]), instructions, loop)
+    spills = int(spilled[1]) + int(spilled[2])
+    return Assembled(registers, spills, Counter(name for name, _ in code), loop, tuple(code))
 
 
 def _run(name: str, *arguments) -> str:
@@ -64,18 +67,18 @@ def _run(name: str, *arguments) -> str:
     return done.stdout + done.stderr
 
 
-def _counted(listing: str) -> tuple[Counter, Counter]:
-    """(all instructions, those of the longest loop)."""
-    names, labels, jumps = [], {}, []
+def _counted(listing: str) -> tuple[list[tuple[str, str]], Counter]:
+    """(all instructions, a count of those of the longest loop)."""
+    code, labels, jumps = [], {}, []
     for line in listing.splitlines():
         label = re.match(r"\s*(\.L_\w+):", line)
         if label:
-            labels[label[1]] = len(names)
+            labels[label[1]] = len(code)
         found = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*);", line)
         if found:
             jump = re.search(r"`\((\.L_\w+)\)", found[2]) if found[1] == "BRA" else None
-            jumps += [(jump[1], len(names))] if jump else []
-            names.append(found[1])
+            jumps += [(jump[1], len(code))] if jump else []
+            code.append((found[1], found[2]))
     back = [(labels[name], place) for name, place in jumps if labels.get(name, place + 1) <= place]
     first, last = max(back, key=lambda jump: jump[1] - jump[0], default=(0, -1))
-    return Counter(names), Counter(names[first : last + 1])
+    return code, Counter(name for name, _ in code[first : last + 1])

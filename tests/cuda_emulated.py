@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import oracle
 import pytest
-from ptx_block import launch
+from ptx_launch import launch
 from ptx_memory import GlobalMemory
 
 import fastattn.cuda.compile
 from fastattn.check import check
+from fastattn.cuda.choice import builder
+from fastattn.cuda.maps import maps_of
 from fastattn.cuda.packing import job_of
 
 SM_80, SM_90 = (8, 0), (9, 0)
@@ -56,6 +58,10 @@ def forward(tiling, problem, operands, target=SM_80, ptx=None):
     """Write operands.out and operands.lse; return the last thread block, for its counters."""
     device = Device(operands.out, operands.lse)
     job = job_of(problem, operands, Pieces(tiling.m_blocks(problem)), device.address)
+    if tiling.specialised:
+        places = (job.q, job.k, job.v)
+        maps = zip(maps_of(operands, tiling), places, strict=True)
+        job = (*job, *(tensor._replace(address=place) for tensor, place in maps))
     text = ptx or code(tiling, target)
     block = launch(text, device.memory, job, tiling.grid(problem), tiling.shared_bytes)
     device.fetch()
@@ -92,12 +98,8 @@ def forward_in_parts(tiling, problem, operands, split_n):
 def code(tiling, target=SM_80) -> str:
     """The forward kernel's PTX."""
 
-    def build():
-        from fastattn.cuda.tensor.forward import forward_kernel
-
-        return forward_kernel(tiling)
-
-    return fastattn.cuda.compile.code(("forward", tiling), build, target).ptx
+    key = ("warpgroups" if tiling.specialised else "forward", tiling)
+    return fastattn.cuda.compile.code(key, builder(key), target).ptx
 
 
 def need_numba_cuda():

@@ -10,7 +10,7 @@ import ctypes
 from unittest import mock
 
 import numpy as np
-import ptx_block
+from ptx_launch import launch
 from ptx_memory import GlobalMemory
 
 import fastattn.plan as planning
@@ -46,18 +46,18 @@ class Memory:
 
     def launch(self, code, grid, threads, shared_bytes, stream, job):
         assert grid[1:] == (1, 1), grid
-        ptx_block.launch(code.ptx, self.all, job, grid[0], shared_bytes)
+        launch(code.ptx, self.all, job, grid[0], shared_bytes)
 
 
 @contextlib.contextmanager
-def emulated_gpu(**choices):
+def emulated_gpu(device=DEVICE, **choices):
     """Calls with backend="cuda" run here; yields the memory. choices: what takes the place of
     functions that cuda/choice.py calls.
     """
     memory = Memory()
     functions = {
         "unavailable": lambda: "",
-        "device": lambda ordinal: DEVICE,
+        "device": lambda ordinal: device,
         "using": lambda ordinal: contextlib.nullcontext(),
         "load": lambda code, ordinal, shared_bytes: code,
         "synchronize": lambda stream: None,

@@ -11,22 +11,13 @@ from __future__ import annotations
 import numpy as np
 import ptx_arithmetic as arithmetic
 import ptx_matrices as matrices
-from ptx_memory import SHARED_WINDOW, GlobalMemory, SharedMemory
-from ptx_text import EmulationError, Program, parse
+from ptx_memory import SHARED_WINDOW, SharedMemory
+from ptx_text import EmulationError, Program
 
 LANES = 32
 MAX_STEPS = 5_000_000
 # Bits of registers, by their names.
 WIDTHS = {"%r": 32, "%rd": 64, "%f": 32, "%fd": 64, "%rs": 16, "%h": 16}
-
-
-def launch(ptx: str, memory: GlobalMemory, arguments, grid: int, shared_bytes: int):
-    """Run a grid of one dimension, block after block; return the last one."""
-    program, block = parse(ptx), None
-    for number in range(grid):
-        block = Block(program, memory, arguments, number, grid, shared_bytes)
-        block.run()
-    return block
 
 
 class Block:
@@ -46,32 +37,42 @@ class Block:
         self.groups: list[list[list]] = [[] for _ in range(self.count // LANES)]
         self.open: list[list] = [[] for _ in self.groups]
         self.steps = 0
+        self.where = np.zeros(self.count, np.int64)  # the instruction that each thread stands at
+        self.waiting = np.zeros(self.count, bool)  # at a barrier
+        # Of each barrier: who is there, and what bar.red asks of them.
+        self.barriers: dict[int, tuple[np.ndarray, np.ndarray, str]] = {}
 
     def run(self):
         """To the end of all threads."""
         end = len(self.program.instructions)
-        where = np.zeros(self.count, np.int64)  # the instruction that each thread stands at
-        waiting = np.zeros(self.count, bool)  # at the block's barrier
         with np.errstate(all="ignore"):
             while True:
-                ready = ~waiting & (where < end)
+                ready = ~self.waiting & (self.where < end)
                 if ready.any():
-                    self._go_on(where, waiting, ready, end)
-                elif not waiting.any():
+                    self._go_on(self._preferred(ready), ready, end)
+                elif not self.waiting.any():
                     return
-                elif waiting.all():
-                    waiting[:] = False
-                    self.shared.block_time += 1
-                else:
+                elif not self._goes_on_without_threads():
                     raise EmulationError("a barrier that not all threads reach")
 
-    def _go_on(self, where, waiting, ready, end):
-        """The threads that stand first in the text: until they part, wait, or meet others."""
-        here = int(where[ready].min())
+    def _preferred(self, ready):
+        """The threads that go on first, of those that can."""
+        return ready
+
+    def _goes_on_without_threads(self):
+        """Whether something happens while all of them wait."""
+        return False
+
+    def _go_on(self, first, ready, end):
+        """Of some threads those that stand first in the text: until they part, wait, or meet
+        others.
+        """
+        where = self.where
+        here = int(where[first].min())
         active = ready & (where == here)
         mask = None if active.all() else active
         others = where[ready & ~active]
-        meeting = int(others.min()) if len(others) else end
+        meeting = int(others.min()) if len(others) and others.min() > here else end
         while here < meeting:
             self.steps += 1
             if self.steps > MAX_STEPS:
@@ -92,10 +93,8 @@ class Block:
                     continue
                 return
             if chosen is None or chosen.any():
-                self._do(instruction, chosen, here)
-                if kind == "bar" and instruction.parts[1] != "warp":
-                    where[active] = here + 1
-                    waiting |= active
+                where[active] = here + 1
+                if self._do(instruction, chosen, here):
                     return
             here += 1
         where[active] = here
@@ -110,9 +109,10 @@ class Block:
         return None if truth.all() else truth
 
     def _do(self, instruction, mask, here):
+        """Whether the threads stop there, or others may go on."""
         try:
             handler = getattr(self, f"_{instruction.parts[0]}", self._arithmetic)
-            handler(instruction.parts, instruction.operands, mask)
+            return handler(instruction.parts, instruction.operands, mask)
         except EmulationError as error:
             raise EmulationError(f"{error}: {instruction.text!r}, instruction {here}") from None
 
@@ -342,11 +342,27 @@ class Block:
         warps = self._whole_warps(mask)
         if parts[1] == "warp":
             self.shared.warp_time[warps] += 1
-        elif parts[1] == "red":
-            if mask is not None:
-                raise EmulationError("bar.red of a part of the block is not known")
-            truth = self._register(operands[2])
-            self._put(operands[0], np.full(self.count, truth.any()), mask)
+            return False
+        asks = parts[1] == "red"
+        number, *threads = (int(x) for x in operands[asks : len(operands) - asks])
+        nobody = np.zeros(self.count, bool)
+        there, truth, _ = self.barriers.pop(number, (nobody, nobody, ""))
+        here = np.isin(self.threads // LANES, warps)
+        if (there & here).any():
+            raise EmulationError("a warp comes to a barrier where it already is")
+        there, result = there | here, operands[0] if asks else ""
+        if asks:
+            truth = truth | (here & self._register(operands[2 + len(threads)]))
+        wanted = threads[0] if threads else self.count
+        if there.sum() < wanted:
+            self.barriers[number] = there, truth, result
+            self.waiting |= here
+            return True
+        self.waiting &= ~there
+        self.shared.meet(np.unique(self.threads[there] // LANES))
+        if asks:
+            self._put(result, np.full(self.count, truth.any()), there)
+        return True
 
     def _shfl(self, parts, operands, mask):
         self._whole_warps(mask)
@@ -376,9 +392,8 @@ class Block:
         addresses = matrices.row_addresses(self._address(operands[1], 32)[chosen], count)
         readers = matrices.row_addresses(chosen, count)
         rows = self.shared.read(addresses, 16, readers, "ldmatrix", whole_warps=True)
-        for name, value in zip(
-            operands[0], matrices.ldmatrix(rows, count, "trans" in parts), strict=True
-        ):
+        values = matrices.ldmatrix(rows, count, "trans" in parts)
+        for name, value in zip(operands[0], values, strict=True):
             whole = np.zeros(self.count, np.uint32)
             whole.reshape(-1, LANES)[warps] = value.reshape(-1, LANES)
             self._put(name, whole, mask)

@@ -63,24 +63,30 @@ class SharedMemory:
 
     Errors: a byte read that nobody wrote, or whose copy may still be on its way; and a race: two
     accesses of different threads to one word, one of them a write, that no barrier orders. What
-    orders them is the barrier of all threads, or, within a warp, of its lanes.
+    orders them is a barrier of their warps, or, within a warp, of its lanes. Each warp has a clock
+    that its barriers advance, and knows the others' clocks as far as barriers have told it; bulk
+    copies are one more such agent.
     """
 
     def __init__(self, nbytes: int, threads: int):
         self.bytes = np.zeros(nbytes, np.uint8)
         self.written = np.zeros(nbytes, bool)
-        self.block_time = 1  # barriers of the block so far
-        self.warp_time = np.ones(threads // 32, np.int32)  # and of each warp
+        agents = threads // 32 + 1
+        self.copies = agents - 1
+        self.seen = np.eye(agents, dtype=np.int32)  # [agent, whose clock]: its own is the present
+        self.warp_time = np.ones(agents, np.int32)  # barriers of lanes so far
         words = -(-nbytes // BANK_BYTES)
-        # Of each word the last write and the last reads: thread (or MANY, and then the same of its
-        # warp), and when.
-        self._write = self._nobody(words)
-        self._read = self._nobody(words)
+        # Of each word the last write, and the last read of each agent: thread (or MANY), when.
+        names = ("thread", "time", "lanes")
+        self._write = {name: np.zeros(words, np.int32) for name in (*names, "agent")}
+        self._read = {name: np.zeros((words, agents), np.int32) for name in names}
+        self._unfenced = np.full(words, -1)  # the thread whose write products do not see yet
         self.wavefronts: dict[str, list[int]] = {}  # by instruction: needed, and the least possible
 
-    @staticmethod
-    def _nobody(words):
-        return {name: np.full(words, -1, np.int32) for name in ("thread", "warp", "block", "lanes")}
+    def meet(self, warps):
+        """A barrier of these warps."""
+        self.seen[warps] = self.seen[warps].max(axis=0)
+        self.seen[warps, warps] += 1
 
     def _offsets(self, addresses, nbytes):
         offsets = addresses.astype(np.int64) - SHARED_WINDOW
@@ -93,30 +99,38 @@ class SharedMemory:
     def _words(self, offsets, nbytes):
         return (offsets[:, None] + np.arange(0, nbytes, BANK_BYTES)) // BANK_BYTES
 
-    def _conflicts(self, last, words, threads, whole_warps=False):
-        """Whether an access of `last` is not ordered before one of `threads` now."""
-        warps = threads // 32
-        other_lane = last["lanes"][words] == self.warp_time[warps]
+    def _after_write(self, words, agents, threads, whole_warps=False):
+        """Whether the last write is ordered before an access now."""
+        last = {name: values[words] for name, values in self._write.items()}
+        lanes = (last["time"] == self.seen[agents, agents]) & (
+            last["lanes"] == self.warp_time[agents]
+        )
         if not whole_warps:
-            other_lane &= last["thread"][words] != threads
-        recent = last["block"][words] == self.block_time
-        return (recent & ((last["warp"][words] != warps) | other_lane)).any()
+            lanes &= last["thread"] != threads
+        others = last["time"] > self.seen[agents, last["agent"]]
+        return not np.where(last["agent"] == agents, lanes, others).any()
 
-    def _note(self, last, words, threads, whole_warps: bool):
-        """Remember an access, along with those that no barrier has made old."""
-        warps = np.broadcast_to(threads // 32, words.shape)
-        threads = np.broadcast_to(MANY if whole_warps else threads, words.shape)
-        times = self.warp_time[warps]
-        recent = last["block"][words] == self.block_time
-        others = recent & (last["warp"][words] != warps)
-        fellows = recent & (last["lanes"][words] == times) & (last["thread"][words] != threads)
-        threads = np.where(fellows | others, MANY, threads)
-        warps = np.where(others, MANY, warps)
-        last["thread"][words], last["warp"][words] = threads, warps
-        last["lanes"][words], last["block"][words] = times, self.block_time
-        # Of several that accessed one word at once, only one is now to be seen.
-        for name, mine in (("thread", threads), ("warp", warps)):
-            last[name][words[last[name][words] != mine]] = MANY
+    def _after_reads(self, words, agents, threads):
+        """The same of all reads."""
+        last = {name: values[words] for name, values in self._read.items()}
+        agents, threads = (np.broadcast_to(x, words.shape)[..., None] for x in (agents, threads))
+        everyone = np.arange(len(self.seen))
+        own = everyone == agents
+        lanes = (last["time"] == self.seen[agents, agents]) & (last["thread"] != threads)
+        lanes &= last["lanes"] == self.warp_time[agents]
+        others = last["time"] > self.seen[agents, everyone]
+        return not np.where(own, lanes, others).any()
+
+    def _note_read(self, words, agents, threads):
+        agents, threads = (np.broadcast_to(x, words.shape) for x in (agents, threads))
+        last, place = self._read, (words, agents)
+        now, lanes = self.seen[agents, agents], self.warp_time[agents]
+        fellows = (last["time"][place] == now) & (last["lanes"][place] == lanes)
+        threads = np.where(fellows & (last["thread"][place] != threads), MANY, threads)
+        last["thread"][place], last["time"][place], last["lanes"][place] = threads, now, lanes
+        # Of several that read one word at once, only one is now to be seen.
+        same = last["thread"][place] == threads
+        last["thread"][words[~same], agents[~same]] = MANY
 
     def read(self, addresses, nbytes, threads, kind, whole_warps=False):
         """(threads, nbytes) uint8. whole_warps: what a thread reads goes to all lanes."""
@@ -124,23 +138,55 @@ class SharedMemory:
         places = offsets[:, None] + np.arange(nbytes)
         if not self.written[places].all():
             raise EmulationError("read of shared memory that is not written, or still on its way")
-        words = self._words(offsets, nbytes)
-        if self._conflicts(self._write, words, threads[:, None], whole_warps):
+        words, threads = self._words(offsets, nbytes), threads[:, None]
+        if not self._after_write(words, threads // 32, threads, whole_warps):
             raise EmulationError("race: read of what another thread has written")
-        self._note(self._read, words, threads[:, None], whole_warps)
-        self._count(kind, offsets, nbytes, threads)
+        self._note_read(words, threads // 32, MANY if whole_warps else threads)
+        self._count(kind, offsets, nbytes, threads[:, 0])
         return self.bytes[places]
+
+    def read_by_product(self, offsets, warps):
+        """(n,) uint8 that four warps read together."""
+        if offsets.min() < 0 or offsets.max() >= self.bytes.size:
+            raise EmulationError("shared access out of bounds")
+        if not self.written[offsets].all():
+            raise EmulationError("product of what is not written, or still on its way")
+        words = np.unique(offsets // BANK_BYTES)
+        if (self._unfenced[words] >= 0).any():
+            raise EmulationError("product of what was written without a fence")
+        for warp in warps:
+            if not self._after_write(words, np.full(len(words), warp), MANY, True):
+                raise EmulationError("race: product of what another thread has written")
+            self._note_read(words, np.int64(warp), MANY)
+        return self.bytes[offsets]
+
+    def still_reads(self, offsets, warps):
+        """A product that began earlier has read until now."""
+        words = np.unique(offsets // BANK_BYTES)
+        for warp in warps:
+            self._note_read(words, np.int64(warp), MANY)
 
     def check_write(self, addresses, nbytes, threads, kind):
         """Where to write, which may happen later."""
         offsets = self._offsets(addresses, nbytes)
-        words = self._words(offsets, nbytes)
-        if self._conflicts(self._read, words, threads[:, None]):
-            raise EmulationError("race: write over what another thread may still read")
-        if self._conflicts(self._write, words, threads[:, None]):
-            raise EmulationError("race: write over what another thread has written")
-        self._count(kind, offsets, nbytes, threads)
+        words, threads = self._words(offsets, nbytes), threads[:, None]
+        self._check_order(words, threads // 32, threads)
+        self._count(kind, offsets, nbytes, threads[:, 0])
         return offsets
+
+    def _check_order(self, words, agents, threads):
+        if not self._after_reads(words, agents, threads):
+            raise EmulationError("race: write over what another thread may still read")
+        if not self._after_write(words, agents, threads):
+            raise EmulationError("race: write over what another thread has written")
+
+    def check_copy(self, offsets, thread):
+        """Before a bulk copy that a thread starts."""
+        words = np.unique(offsets // BANK_BYTES)
+        self._check_order(words, np.full(len(words), thread // 32), np.full(len(words), thread))
+        if (self._unfenced[words] >= 0).any():
+            raise EmulationError("copy over what was written without a fence")
+        self.written[offsets] = False
 
     def forget(self, offsets, nbytes):
         """What was there is about to be overwritten at some unknown time."""
@@ -150,9 +196,30 @@ class SharedMemory:
         places = offsets[:, None] + np.arange(data.shape[1])
         self.bytes[places], self.written[places] = data, True
         words = self._words(offsets, data.shape[1])
-        for last in (self._write, self._read):
-            last["block"][words] = 0
-        self._note(self._write, words, threads[:, None], False)
+        self._note_write(words, threads[:, None] // 32, threads[:, None])
+        self._unfenced[words] = threads[:, None]
+
+    def land(self, offsets, data):
+        """A bulk copy has arrived."""
+        self.seen[self.copies, self.copies] += 1
+        self.bytes[offsets], self.written[offsets] = data, True
+        words = np.unique(offsets // BANK_BYTES)
+        self._note_write(words, np.int64(self.copies), MANY)
+        self._unfenced[words] = -1
+
+    def _note_write(self, words, agents, threads):
+        last = self._write
+        last["agent"][words], last["thread"][words] = agents, threads
+        last["time"][words] = self.seen[agents, agents]
+        last["lanes"][words] = self.warp_time[agents]
+        self._read["time"][words] = 0
+        if (last["agent"][words] != agents).any():
+            raise EmulationError("race: two threads write at once")
+        last["thread"][words[last["thread"][words] != threads]] = MANY
+
+    def fence(self, threads):
+        """Products and copies see what these threads have written."""
+        self._unfenced[np.isin(self._unfenced, threads)] = -1
 
     def _count(self, kind, offsets, nbytes, threads):
         """Wavefronts: a warp's access takes as many as its busiest bank has words, for each group

@@ -41,7 +41,7 @@ def parse(ptx: str) -> Program:
     """
     entry = ptx[ptx.index(".entry") :]
     head, body = entry[: entry.index("{")], entry[entry.index("{") + 1 :]
-    parameters = tuple(re.findall(r"\.param\s+\.\w+\s+(\w+)", head))
+    parameters = tuple(re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.\w+\s+(\w+)", head))
     threads = int(re.search(r"\.maxntid\s+(\d+)", head)[1])
     body = re.sub(r"//[^\n]*", "", body)
     body = re.sub(r"\.reg\s+[^;]*;|\.(loc|file|pragma)\b[^\n]*", "", body)

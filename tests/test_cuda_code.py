@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from cuda_assembled import assemble, need_assembler
 from cuda_emulated import SM_80, SM_90, code, need_numba_cuda
 
-from fastattn.cuda.tensor.tilings import HEAD_DIMS, WIDE, Tiling, forward_tiling
+from fastattn.cuda.tensor.tilings import HEAD_DIMS, SPECIALISED, Tiling, forward_tiling
 from fastattn.problem import Problem, Variant
 
 need_numba_cuda()
@@ -21,17 +23,23 @@ def chosen():
     pairs = [(d, d) for d in HEAD_DIMS] + [(192, 128), (64, 128)]
     pairs += [(d - 8, d) for d in HEAD_DIMS]  # padded
     calls = [
-        ("bfloat16", *pair, rows, general, strided)
+        ("bfloat16", *pair, rows, general, strided, False)
         for pair in pairs
         for rows in (1, 64, 500)
         for general in (False, True)
         for strided in (False, True)
     ]
-    calls += [("float16", d, d, 500, False, False) for d in HEAD_DIMS]
+    calls += [("float16", d, d, 500, False, False, False) for d in HEAD_DIMS]
+    calls += [
+        ("bfloat16", d, d, rows, general, False, True)
+        for d in (64, 128, 256)
+        for rows in (1, 500)
+        for general in (False, True)
+    ]
     found = {}
     for target, shared_bytes in SHARED_BYTES.items():
-        for storage, *sizes, general, strided in calls:
-            variant = Variant("float32", storage)
+        for storage, *sizes, general, strided, paged in calls:
+            variant = Variant("float32", storage, paged)
             problem = Problem(variant, 1, 8, 2, sizes[2], 500, *sizes[:2], 0.1, 0, None, None)
             tiling = forward_tiling(
                 problem, options=general, strided=strided, shared_limit=shared_bytes
@@ -44,9 +52,10 @@ def chosen():
 
 def check(tiling, target):
     found = assemble(code(tiling, target))
-    # Copying element by element needs many addresses, and is bound by its loads: for rows of 256,
-    # registers are written and read again, 48 bytes in all for sm_90, 120 for sm_120.
-    widest = tiling.strided and max(tiling.head_dim, tiling.head_dim_v) >= WIDE
+    # Copying element by element needs many addresses, and is bound by its loads: registers are
+    # written and read again, for rows of 128 with options 40 bytes in all for sm_90, for rows of
+    # 256 48, and 120 for sm_120.
+    widest = tiling.strided and max(tiling.head_dim, tiling.head_dim_v) >= 128
     assert found.spilled <= (120 if widest else 0)
     assert found.registers * tiling.threads <= REGISTERS
     return found
@@ -77,3 +86,28 @@ def test_every_tiling_that_is_chosen_stays_in_registers(tiling, target):
     found = check(tiling, target)
     assert {"HMMA", "LDSM"} <= set(found.instructions)
     assert ("LDGSTS" in found.instructions) == (not tiling.strided)
+
+
+@pytest.mark.parametrize(
+    "head_dim", [d if d == 128 else pytest.param(d, marks=pytest.mark.slow) for d in SPECIALISED]
+)
+def test_the_specialised_kernel(head_dim):
+    """Products of warpgroups run while the softmax does."""
+    shape = SPECIALISED[head_dim]
+    found = check(Tiling("bfloat16", head_dim, head_dim, *shape, specialised=True), SM_90)
+    # The first q · k; that and p · v of the loop; the last p · v. 16 deep each.
+    assert found.instructions["HGMMA"] == 2 * (head_dim + shape[2]) // 16
+    assert {"UTMALDG", "SYNCS"} <= set(found.instructions)
+    assert found.instructions["USETMAXREG"] == 2
+    # The code of the copiers, who have given back all registers but 24, or 32, comes last.
+    names = [name for name, _ in found.code]
+    given = next(i for i, (_, rest) in enumerate(found.code) if ".DEALLOC" in rest)
+    after = " ".join(rest for _, rest in found.code[given:])
+    assert "UTMALDG" in names[given:]
+    assert "HGMMA" not in names[given:]
+    assert max(map(int, re.findall(r"\bR(\d+)\b", after))) < 24
+    products = [i for i, name in enumerate(names) if name == "HGMMA"]
+    last = products[head_dim // 8 + shape[2] // 16 - 1]  # of the loop's p · v
+    waits = [i for i in range(last, products[-1]) if names[i] == "WARPGROUP"]
+    # Between the wait for q · k and that for p · v: half a block's scores for each thread
+    assert names[waits[0] : waits[1]].count("MUFU") >= shape[2] // 2

@@ -198,7 +198,9 @@ fastattn.attention(q, q, q, backend="cuda")
 print(json.dumps([str(fastattn.explain(q, q, q, backend="cuda")), log()]))
 """
     text, lines = run(stub, code)
-    assert "\nkernel      forward: tensor cores multiply float16, sums are float32\n" in text
+    assert (
+        "\nkernel      forward: tensor cores multiply float16, sums are float32; no wgmma" in text
+    )
     (shared,) = {line.split(", ")[2] for line in lines if line.startswith("launch")}
     assert int(shared) > 48 << 10
     assert f"attribute 8 {shared}" in lines

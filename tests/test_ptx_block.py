@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from cuda_emulated import code, forward, inputs, need_numba_cuda
-from ptx_block import launch
+from ptx_launch import launch
 from ptx_memory import SHARED_WINDOW, GlobalMemory
 from ptx_text import EmulationError
 
@@ -159,7 +159,22 @@ def result_of(ptx):
     return operands.out, operands.lse
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+# The others take their turn with the slow tests.
+QUICK = (
+    "barrier dropped",
+    "wait dropped",
+    "copy to another place",
+    "matrix not transposed",
+    "b registers exchanged",
+    "swizzle of another chunk",
+    "maximum of other lanes",
+    "one key more",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MUTATIONS]
+)
 def test_a_mutated_kernel_is_noticed(name):
     need_numba_cuda()
     pattern, replacement, numbers = MUTATIONS[name]

@@ -15,7 +15,13 @@ from ..cpu.threads import get_num_threads
 from ..problem import Variant
 
 HELP = "show the processor, backends, threads and the cache of kernels"
-SETTINGS = ("FASTATTN_CACHE", "FASTATTN_TARGET", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE")
+SETTINGS = (
+    "FASTATTN_CACHE",
+    "FASTATTN_TARGET",
+    "FASTATTN_WGMMA",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_CORETYPE",
+)
 FLOAT32 = Variant("float32", "float32")
 UNIT_NAMES = {machine.AVX512: "AVX-512", machine.AVX2: "AVX2", machine.NEON: "NEON"}
 

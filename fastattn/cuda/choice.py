@@ -11,10 +11,11 @@ from ..problem import Placement, Problem, Variant
 from . import compile, driver
 from .tensor.gradient_tilings import gradient_tiling
 from .tensor.tilings import SPLIT_N as TENSOR_SPLIT_N
-from .tensor.tilings import Tiling, forward_tiling
+from .tensor.tilings import Tiling, forward_tiling, specialised_tiling
 from .tile import ROW_THREADS, SPLIT_N, WARP, gradient_tile, grid_of, splits_of, tile_of
 
 TENSOR_CAPABILITY = (8, 0)  # whose tensor cores multiply both 16-bit types
+WGMMA_CAPABILITY = (9, 0)  # no other has these instructions, newer ones neither
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Choice:
     block_m: int
     block_n: int
     pieces: Pieces
+    mapped: Tiling | None = None  # of a kernel that takes a MappedJob
 
     @property
     def num_splits(self) -> int:
@@ -64,22 +66,29 @@ class Choice:
 
 @lru_cache(maxsize=1024)
 def choose(
-    problem: Problem, device: driver.Device, whole_rows: bool, options: bool = False
+    problem: Problem,
+    device: driver.Device,
+    whole_rows: bool,
+    options: bool = False,
+    no_maps: str = "",
 ) -> Choice:
-    """The kernel for a problem.
-
-    whole_rows  rows of q, k, v and out begin at multiples of 16 bytes, and are contiguous
-    options     a mask, a bias or ALiBi slopes are among the operands
-    """
+    """The kernel for a problem; the arguments but `device` as in Placement."""
     tiling = None
-    # They know neither of pages nor of parts, whose chunks begin elsewhere.
-    special = problem.variant.paged or problem.keys_before
-    if device.capability >= TENSOR_CAPABILITY and not special:
+    # They do not know of parts, whose chunks begin elsewhere.
+    if device.capability >= TENSOR_CAPABILITY and not problem.keys_before:
         tiling = forward_tiling(
             problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
         )
     name = "{} ({}.{})".format(device.name, *device.capability)
-    return _simt(problem, name) if tiling is None else _tensor(problem, tiling, name)
+    if tiling is None:
+        return _simt(problem, name)
+    why_not = ""
+    if device.capability == WGMMA_CAPABILITY:
+        why_not = no_maps if whole_rows else "no wgmma: rows are not whole chunks of 16 bytes"
+        if not why_not:
+            specialised, why_not = specialised_tiling(problem, options, device.shared_bytes)
+            tiling = specialised or tiling
+    return _tensor(problem, tiling, name, why_not)
 
 
 def _simt(problem: Problem, device: str) -> Choice:
@@ -95,17 +104,21 @@ def _simt(problem: Problem, device: str) -> Choice:
     )
 
 
-def _tensor(problem: Problem, tiling: Tiling, device: str) -> Choice:
+def _tensor(problem: Problem, tiling: Tiling, device: str, why_not: str) -> Choice:
+    """why_not: why tiling is not a specialised one, where there are such."""
     num_splits = -(-problem.seqlen_k // TENSOR_SPLIT_N) if tiling.packed else 1
     grid = tiling.grid(problem) * max(num_splits, 1), 1, 1
+    name = "warpgroups" if tiling.specialised else "forward"
+    reason = f"tensor cores multiply {problem.variant.storage}, sums are float32"
     return Choice(
-        Kernel(("forward", tiling), grid, tiling.threads, tiling.shared_bytes),
-        "forward",
-        f"tensor cores multiply {problem.variant.storage}, sums are float32",
+        Kernel((name, tiling), grid, tiling.threads, tiling.shared_bytes),
+        name,
+        f"{reason}; {why_not}" if why_not else reason,
         device,
         tiling.block_m,
         tiling.block_n,
         Pieces(tiling.m_blocks(problem), max(num_splits, 1), TENSOR_SPLIT_N),
+        tiling if tiling.specialised else None,
     )
 
 
@@ -217,7 +230,11 @@ def choice_or_reason(
     if why_not:
         return None, why_not
     device, where = driver.device(placement.ordinal), (placement.whole_rows, placement.options)
-    choice: Any = (choose_gradients if gradients else choose)(problem, device, *where)
+    choice: Any = (
+        choose_gradients(problem, device, *where)
+        if gradients
+        else choose(problem, device, *where, placement.no_maps)
+    )
     kernels = [kernel for kernel, _ in choice.kernels] if gradients else [choice.kernel]
     for kernel in kernels:
         why_not = compile.unavailable(kernel.key, compile.ptx_target(device.capability))
@@ -239,11 +256,13 @@ def builder(key: tuple[Hashable, ...]) -> Callable[[], compile.Source]:
         from . import combine, gradient_rows, gradient_sums, simt, simt_gradients
         from .tensor.forward import forward_kernel
         from .tensor.gradients import key_kernel, query_kernel
+        from .tensor.warpgroup_forward import warpgroup_kernel
 
         name, *rest = key
         makers: dict[Hashable, Callable[..., compile.Source]] = {
             "simt": simt.forward_source,
             "forward": forward_kernel,
+            "warpgroups": warpgroup_kernel,
             "combine": combine.combine_source,
             "missing": combine.missing_source,
             "gradient_rows": gradient_rows.rows_source,

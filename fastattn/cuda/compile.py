@@ -18,7 +18,7 @@ from typing import Any
 
 from ..cpu import cache
 from .driver import Code
-from .job import FLOATS, Job
+from .job import FIELDS, FLOATS, MAP_BYTES, MAPS, Job, MappedJob
 
 INSTALL = "pip install 'fastattn[cuda]'"
 # Compute capability: the oldest version of PTX that knows it. NVVM stamps its own, newer one, which
@@ -124,7 +124,23 @@ def translate(source: Source, target: tuple[int, int]) -> Code:
         output="ptx",
         launch_bounds=bounds,
     )
-    return finished(ptx, target, source.ptx_version)
+    found = finished(ptx, target, source.ptx_version)
+    return Code(found.entry, with_maps(found.ptx)) if source.job is MappedJob else found
+
+
+def with_maps(ptx: str) -> str:
+    """The last parameters, MAPS, are maps themselves instead of addresses, which Numba cannot say:
+    constants of the launch, where copies may read them without a fence.
+    """
+    for number in range(len(FIELDS), len(FIELDS) + len(MAPS)):
+        name = f"kernel_param_{number}"
+        ptx = ptx.replace(f".param .u64 {name}", f".param .align 64 .b8 {name}[{MAP_BYTES}]", 1)
+        ptx = re.sub(
+            rf"ld\.param\.[ub]64\s+(%rd\d+), \[{name}\];",
+            rf"mov.b64 \1, {name}; cvta.param.u64 \1, \1;",
+            ptx,
+        )
+    return ptx
 
 
 def finished(ptx: str, target: tuple[int, int], ptx_version: str) -> Code:

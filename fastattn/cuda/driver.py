@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .job import PACKERS
+from .job import FIELDS, MAP_BYTES, MAPS, PACKERS, Job, MappedJob, TensorMap
 
 OLDEST = 12000  # CUDA 12.0: it knows PTX 8.0, and memory in the order of a stream
 OLDEST_CAPABILITY = (7, 5)
@@ -27,6 +27,8 @@ COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 MULTIPROCESSORS, SHARED_BYTES, REGISTERS, L2_BYTES = 16, 97, 82, 38
 POINTER_DEVICE = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+FLOAT16, BFLOAT16 = 6, 9  # CU_TENSOR_MAP_DATA_TYPE_*
+SWIZZLE_128, PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 STATIC_LIMIT = 48 << 10  # bytes of shared memory that need no leave
 
 
@@ -189,10 +191,22 @@ class Parameters:
         first = ctypes.addressof(self.numbers)
         self._pointers = (c_void_p * count)(*range(first, first + 8 * count, 8))
         self.address = ctypes.addressof(self._pointers)
+        self._maps: Any = None
 
     def pack(self, job: Any) -> None:
         """Set the first numbers to the fields of a job."""
         PACKERS[type(job)].pack_into(self.numbers, 0, *job)
+
+    def with_maps(self, maps: Iterable[bytes]) -> int:
+        """The address of pointers to the fields of a Job, and to the maps that come after them."""
+        if self._maps is None:
+            self._maps = ctypes.create_string_buffer(MAP_BYTES * len(MAPS))
+            first = ctypes.addressof(self._maps)
+            of_maps = range(first, first + MAP_BYTES * len(MAPS), MAP_BYTES)
+            fields = self._pointers[: len(FIELDS)]
+            self._mapped = (c_void_p * len((*FIELDS, *MAPS)))(*fields, *of_maps)
+        self._maps.raw = b"".join(maps)
+        return ctypes.addressof(self._mapped)
 
 
 class _Own(threading.local):
@@ -215,8 +229,12 @@ def launch(
 ) -> None:
     """Start a kernel on a stream, with the fields of a job as its parameters."""
     parameters = _own.parameters
+    pointers = parameters.address
+    if type(job) is MappedJob:
+        pointers = parameters.with_maps(map(_encoded, job[len(FIELDS) :]))
+        job = Job(*job[: len(FIELDS)])
     parameters.pack(job)
-    _start(function, *grid, threads, 1, 1, shared_bytes, stream, parameters.address, None)
+    _start(function, *grid, threads, 1, 1, shared_bytes, stream, pointers, None)
 
 
 def _start(*arguments: Any) -> None:
@@ -242,6 +260,27 @@ class Prepared:
                 parameters.numbers[place] = number
             for shape in self._shapes:
                 _start(*shape, stream, parameters.address, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoded(tensor: TensorMap) -> bytes:
+    """A map as copies read it, its boxes swizzled over 128 bytes."""
+    room = ctypes.create_string_buffer(MAP_BYTES + 64)
+    place = -ctypes.addressof(room) % 64  # it must be aligned so
+    axes = len(tensor.sizes)
+    numbers = (BFLOAT16 if tensor.storage == "bfloat16" else FLOAT16, axes)
+    _call(
+        "cuTensorMapEncodeTiled",
+        byref(room, place),
+        *map(c_int, numbers),
+        c_uint64(tensor.address),
+        (c_uint64 * axes)(*tensor.sizes),
+        (c_uint64 * (axes - 1))(*tensor.strides),
+        (c_uint * axes)(64, tensor.rows, 1, 1),
+        (c_uint * axes)(1, 1, 1, 1),
+        *map(c_int, (0, SWIZZLE_128, PROMOTE_256, 0)),
+    )
+    return room.raw[place : place + MAP_BYTES]
 
 
 # --- memory ---------------------------------------------------------------------------------------

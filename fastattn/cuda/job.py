@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import namedtuple
+from typing import NamedTuple
 
 # Each operand has an address (0 if absent), the address of `batch` int64 offsets for leading
 # dimensions that no single stride describes (0 where one does), and strides in elements, 0 where an
@@ -79,14 +80,32 @@ GRADIENT_FIELDS = (
     "alibi_rows",  # 0: not wanted. Each row's part of dalibi
     *(operand + part for operand in GRADIENT_OPERANDS for part in PARTS),
 )
+# What kernels that copy whole tiles get besides: a TensorMap of each, which the driver makes a
+# parameter of MAP_BYTES of.
+MAPS = ("q_map", "k_map", "v_map")
+MAP_BYTES = 128
+MAPPED_FIELDS = (*FIELDS, *MAPS)
 FLOATS = ("scale", "scale_log2", "q_sign", "softcap", "dropout_factor")
 UNLIMITED = 1 << 40  # a window side of None: past any key
 BIAS_KINDS = ("", "float32", "float64", "float16", "bfloat16")
 Job = namedtuple("Job", FIELDS, defaults=(0,) * len(FIELDS))  # type: ignore[misc]
 _ZEROS = (0,) * len(GRADIENT_FIELDS)
 GradientJob = namedtuple("GradientJob", GRADIENT_FIELDS, defaults=_ZEROS)  # type: ignore[misc]
+MappedJob = namedtuple("MappedJob", MAPPED_FIELDS)  # type: ignore[misc]
 PLACE = {name: number for number, name in enumerate(GRADIENT_FIELDS)}  # in both
 PACKERS = {
     kind: struct.Struct("=" + "".join("d" if name in FLOATS else "q" for name in fields))
     for kind, fields in ((Job, FIELDS), (GradientJob, GRADIENT_FIELDS))
 }
+
+
+class TensorMap(NamedTuple):
+    """An array as copies of whole tiles see it: they read boxes of 64 columns x `rows`, and 0 where
+    nothing is.
+    """
+
+    address: int
+    storage: str  # "float16" or "bfloat16"
+    sizes: tuple[int, int, int, int]  # columns, rows, heads, batch entries; 1 where it repeats
+    strides: tuple[int, int, int]  # bytes, from row to row and so on
+    rows: int

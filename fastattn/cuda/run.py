@@ -14,7 +14,8 @@ from ..cpu.layout import address
 from ..problem import Operands, Placement, Plan, Problem
 from . import compile, driver
 from .choice import Choice, Kernel, builder, row_kernel
-from .job import PLACE, GradientJob, Job
+from .job import PLACE, GradientJob, Job, MappedJob
+from .maps import maps_of, why_none
 from .memory import NOWHERE, DeviceMemory, device_memory, view_of
 from .packing import job_of
 
@@ -30,7 +31,9 @@ def placement_of(operands: Operands) -> Placement:
     rows = (operands.q, operands.k, operands.v, operands.out)
     whole = all(_has_whole_rows(a) for a in rows) if memory else _fits(rows)
     options = any(a is not None for a in (operands.mask, operands.bias, operands.alibi))
-    return Placement(memory.ordinal if memory else 0, memory is not None, whole, options)
+    no_maps = why_none(rows[:3], copied=memory is None)
+    ordinal = memory.ordinal if memory else 0
+    return Placement(ordinal, memory is not None, whole, options, no_maps)
 
 
 def _has_whole_rows(array: np.ndarray) -> bool:
@@ -87,6 +90,8 @@ def _launch_again(plan: Plan, problem: Problem, operands: Operands, memory: Devi
     others: what they hold goes into their jobs, or is copied.
     """
     q, k, v, mask, bias, out, lse, *others = operands
+    if plan.choice.mapped is not None:  # its maps hold addresses
+        return False
     if mask is not None or bias is not None or any(isinstance(a, np.ndarray) or a for a in others):
         return False
     arrays = (q, k, v, out) if lse is None else (q, k, v, out, lse)
@@ -142,7 +147,10 @@ def _launch_all(choice: Choice, problem: Problem, operands: Operands, space: Scr
     partial = space.allocate(nbytes) if nbytes else 0
     job = job_of(problem, operands, choice.pieces, space.address_of, partial)
     for kernel in _kernels(choice, problem, operands):
-        launch(kernel, job, space)
+        if kernel is choice.kernel and choice.mapped is not None:
+            launch(kernel, MappedJob._make((*job, *maps_of(operands, choice.mapped))), space)
+        else:
+            launch(kernel, job, space)
 
 
 def _partial_bytes(choice: Choice, problem: Problem) -> int:
@@ -171,7 +179,7 @@ def _has_missing_rows(operands: Operands) -> bool:
     return bool((operands.ranges[:, 0] < operands.q.shape[-2]).any())
 
 
-def launch(kernel: Kernel, job: Job | GradientJob, space: Scratch) -> None:
+def launch(kernel: Kernel, job: Job | GradientJob | MappedJob, space: Scratch) -> None:
     """Put a kernel into the stream."""
     shape = kernel.grid, kernel.threads, kernel.shared_bytes
     driver.launch(_function(kernel, space.ordinal), *shape, space.stream, job)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..compile import Source
+from .ending import row_writer
 from .forward_steps import forward_steps
 from .options import option_functions
 from .placement import batch_entry, batch_offset, key_range, minus, near, row_functions
@@ -34,21 +35,23 @@ def forward_kernel(tiling: Tiling) -> Source:
     q_copy_to, k_copy_to, v_copy_to = steps.q_copy_to, steps.k_copy_to, steps.v_copy_to
     load_q, load_k, load_v = steps.load_q, steps.load_k, steps.load_v
     load_k_edge, load_v_edge, sign_q = steps.load_k_edge, steps.load_v_edge, steps.sign_q
+    load_k_pages, load_v_pages, paged = steps.load_k_pages, steps.load_v_pages, tiling.paged
     q_lane, k_lane, v_lane = steps.q_lane, steps.k_lane, steps.v_lane
     k_buffer, v_buffer = steps.k_buffer, steps.v_buffer
     no_output, no_maximum, no_sum = steps.no_output, steps.no_maximum, steps.no_sum
-    products, window, softmax = steps.products, steps.window, steps.softmax
+    products, window, weigh, pack = steps.products, steps.window, steps.weigh, steps.pack
     rescale, add_values = steps.rescale, steps.add_values
     look, clear, any_thread = steps.look, steps.clear, steps.any_thread
     rows_are = row_functions(tiling.packed)
     place_of, rows_of, row_of = rows_are.place_of, rows_are.rows_of, rows_are.row_of
     row_step = int(not tiling.packed)  # keys from what a row sees to what the next one does
     general, options = tiling.general, option_functions(tiling)
-    change, hides = options.change, options.hides
+    change, hides, drop, reached = options.change, options.hides, options.drop, options.reached
+    blocks, times = tiling.mask_mod is not None, steps.times
     repair = repairer(tiling, tiling.storage, hides, options.sees)
     repair_partial = repairer(tiling, "float32", hides, options.sees)
     barrier = steps.barrier
-    finish, store_rows, store_lse = steps.finish, steps.store_rows, steps.store_lse
+    write = row_writer(tiling, steps, barrier, repair)
     store_partial, store_state = steps.store_partial, steps.store_state
 
     def kernel(job):
@@ -71,22 +74,36 @@ def forward_kernel(tiling: Tiling) -> Source:
         scale = 1.0 if general else job.scale_log2  # of what softmax() gets, in base 2
         acc, row_max, row_sum = no_output(), no_maximum(), no_sum()
         lost = False  # whether a value that some row does not see was not finite
+        n = reached(job, batch, head, m_start, rows, n, start, keys, hidden)
         if n >= start:
             q_row = ITEM * row_of(job.q_row, job.q_head)
             k_row, v_row = ITEM * job.k_row, ITEM * job.v_row
             q_col, k_col, v_col = ITEM * job.q_col, ITEM * job.k_col, ITEM * job.v_col
             q = batch_offset(job.q_table, job.q_batch, batch) + head * job.q_head
             q = job.q + ITEM * (q + first_query * job.q_row) + m_start * q_row
-            k = batch_offset(job.k_table, job.k_batch, batch) + key_head * job.k_head
-            k = job.k + ITEM * (k + (first_key + n) * job.k_row) + k_offset(k_row, k_col)
-            v = batch_offset(job.v_table, job.v_batch, batch) + key_head * job.v_head
-            v = job.v + ITEM * (v + (first_key + n) * job.v_row) + v_offset(v_row, v_col)
+            k, v = job.k + ITEM * key_head * job.k_head, job.v + ITEM * key_head * job.v_head
+            if paged:
+                k, v = k + k_offset(0, k_col), v + v_offset(0, v_col)
+            else:
+                k += ITEM * batch_offset(job.k_table, job.k_batch, batch)
+                v += ITEM * batch_offset(job.v_table, job.v_batch, batch)
+                k += (first_key + n) * k_row + k_offset(k_row, k_col)
+                v += (first_key + n) * v_row + v_offset(v_row, v_col)
+            table = job.block_table + 8 * batch * job.max_pages
+            page_size, k_page, v_page = job.page_size, ITEM * job.k_batch, ITEM * job.v_batch
             q_to, k_to, v_to = q_copy_to(base), k_copy_to(base + k_start), v_copy_to(base + v_start)
             load_q(q + q_offset(q_row, q_col), q_row, job.head_dim, q_col, q_to, rows)
             # Only the last block may have fewer keys than block_n; the others need no test.
-            load_k_edge(k, k_row, job.head_dim, k_col, k_to, keys - n)
+            left, row = keys - n, first_key + n
+            if paged:
+                load_k_pages(k, k_row, job.head_dim, k_to, left, table, row, page_size, k_page)
+            else:
+                load_k_edge(k, k_row, job.head_dim, k_col, k_to, left)
             commit()
-            load_v_edge(v, v_row, job.head_dim_v, v_col, v_to, keys - n)
+            if paged:
+                load_v_pages(v, v_row, job.head_dim_v, v_to, left, table, row, page_size, v_page)
+            else:
+                load_v_edge(v, v_row, job.head_dim_v, v_col, v_to, left)
             commit()
             if job.q_sign != 1.0:
                 sign_q(q_to, job.q_sign)
@@ -94,10 +111,15 @@ def forward_kernel(tiling: Tiling) -> Source:
             now = np.uint32(0)  # which of the two buffers this step reads
             while n >= start:
                 wait_for_all_but_one()  # for k
-                k -= block_n * k_row
-                v -= block_n * v_row
-                if n > start:
-                    load_k(k, k_row, job.head_dim, k_col, k_buffer(k_to, now ^ ONE))
+                ahead = minus(n, block_n)
+                ahead = reached(job, batch, head, m_start, rows, ahead, start, keys, hidden)
+                back = n - ahead if blocks else block_n
+                left, row, to = keys - ahead, first_key + ahead, k_buffer(k_to, now ^ ONE)
+                if paged and ahead >= start:
+                    load_k_pages(k, k_row, job.head_dim, to, left, table, row, page_size, k_page)
+                elif ahead >= start:
+                    k -= back * k_row
+                    load_k(k, k_row, job.head_dim, k_col, to)
                 commit()
                 s = products(q_at, k_buffer(k_at, now))
                 masked = n < full_start or n >= full_stop
@@ -106,7 +128,8 @@ def forward_kernel(tiling: Tiling) -> Source:
                     masked = masked or hides(job)
                 if masked:
                     s = window(s, minus(row_low, n), minus(row_high, n), minus(last_key, n))
-                p, row_max, row_sum, alpha, grown = softmax(s, row_max, row_sum, scale)
+                weights, row_max, row_sum, alpha, grown = weigh(s, row_max, row_sum, scale)
+                p = pack(drop(weights, job, batch, head, m_start, n))
                 if grown:
                     acc = rescale(acc, alpha)
                 if masked:
@@ -116,12 +139,16 @@ def forward_kernel(tiling: Tiling) -> Source:
                     lost = any_thread(found) or lost  # for v
                 else:
                     wait_for_all_but_one()  # for v
-                if n > start:
-                    load_v(v, v_row, job.head_dim_v, v_col, v_buffer(v_to, now ^ ONE))
+                to = v_buffer(v_to, now ^ ONE)
+                if paged and ahead >= start:
+                    load_v_pages(v, v_row, job.head_dim_v, to, left, table, row, page_size, v_page)
+                elif ahead >= start:
+                    v -= back * v_row
+                    load_v(v, v_row, job.head_dim_v, v_col, to)
                 commit()
                 acc = add_values(acc, p, v_buffer(v_at, now))
                 now ^= ONE
-                n = minus(n, block_n)
+                n = ahead
 
         m_block, head, key_head, batch, split = place_of(job)
         m_start = m_block * block_m
@@ -140,20 +167,8 @@ def forward_kernel(tiling: Tiling) -> Source:
                 step = job.num_splits * job.head_dim_v
                 repair_partial(job, m_block, head, key_head, batch, split, partial, step, 1)
             return
-        sinks = job.sinks + 4 * (head + m_start * (1 - row_step)) if job.sinks != 0 else 0
-        factor, lse = finish(row_max, row_sum, scale, sinks, rows)
-        out = batch_offset(job.out_table, job.out_batch, batch) + head * job.out_head
-        out_row = row_of(job.out_row, job.out_head)
-        out = job.out + ITEM * (out + first_query * job.out_row + m_start * out_row)
-        out_col = ITEM * job.out_col
-        store_rows(acc, factor, base, out, ITEM * out_row, job.head_dim_v, out_col, rows)
-        if job.lse != 0:
-            place = batch_offset(job.lse_table, job.lse_batch, batch) + head * job.lse_head
-            lse_row = row_of(job.lse_row, job.lse_head)
-            place += first_query * job.lse_row + m_start * lse_row
-            store_lse(lse, job.lse + 4 * place, 4 * lse_row, rows)
-        if lost:
-            barrier()
-            repair(job, m_block, head, key_head, batch, split, out, out_row, job.out_col)
+        if general and job.dropout_keys != 0:
+            acc = times(acc, job.dropout_factor)
+        write(job, base, acc, row_max, row_sum, scale, lost)
 
     return Source(kernel, tiling.threads, tiling.min_blocks)

@@ -11,7 +11,7 @@ from .mma import F32, I32
 from .operation import boolean, floats, i32, i64, operation, types, u32, void, words
 from .products import add_weighted_rows, rows_by_rows
 from .shapes import Shapes
-from .tiles import Copy, SharedTile, Source
+from .tiles import Copy, PagedSource, SharedTile, Source
 from .tilings import Tiling
 
 
@@ -106,6 +106,16 @@ def _tile_steps(tiling: Tiling, name: str, tile: SharedTile) -> dict:
         rows = e.b.trunc(e.smaller(rows, tile.rows), I32)
         start(e, address, row_bytes, columns, column_bytes, shared, rows)
 
+    @operation(tiling.storage, void, i64, i64, i64, u32, i64, i64, i64, i64, i64)
+    def load_pages(e, address, row_bytes, columns, shared, rows, table, first, size, page_bytes):
+        """Rows on pages; see PagedSource."""
+        rows = e.b.trunc(e.smaller(rows, tile.rows), I32)
+        first, size = e.b.trunc(first, I32), e.b.trunc(size, I32)
+        columns = e.b.trunc(columns, I32) if tiling.padded else None
+        pages, own_row = (table, first, size, page_bytes), copying.own(e)[0]
+        source = PagedSource(address, row_bytes, columns, pages, own_row, rows)
+        copying.start(e, source, shared, rows)
+
     @operation(tiling.storage, u32, u32, u32)
     def buffer(e, address, number):
         """The same place in a buffer, 0 or 1."""
@@ -114,7 +124,8 @@ def _tile_steps(tiling: Tiling, name: str, tile: SharedTile) -> dict:
     steps = {f"{name}_offset": offset, f"{name}_copy_to": copy_to, f"{name}_buffer": buffer}
     if name == "q":
         return steps | {"load_q": load_edge}
-    return steps | {f"load_{name}": load, f"load_{name}_edge": load_edge}
+    steps |= {f"load_{name}": load, f"load_{name}_edge": load_edge}
+    return steps | {f"load_{name}_pages": load_pages}
 
 
 def product_steps(tiling: Tiling) -> dict:
@@ -188,19 +199,19 @@ def softmax_steps(tiling: Tiling) -> dict:
 
     @operation(
         tiling.storage,
-        types.Tuple((words(scores.size // 2), state, state, state, boolean)),
+        types.Tuple((floats(scores.size), state, state, state, boolean)),
         floats(scores.size),
         state,
         state,
         types.float64,
     )
-    def softmax(e, s, row_max, row_sum, scale):
-        """(p, row_max, row_sum, alpha, grown): probabilities less their sum, packed; the state of
-        the rows; what earlier outputs are to be multiplied by, and whether that is not 1 in any row
-        of the warp. row_sum is a thread's own part of it.
+    def weigh(e, s, row_max, row_sum, scale):
+        """(p, row_max, row_sum, alpha, grown): probabilities less their sum; the state of the rows;
+        what earlier outputs are to be multiplied by, and whether that is not 1 in any row of the
+        warp. row_sum is a thread's own part of it.
         """
         scale = e.b.fptrunc(scale, F32)
-        packed = [None] * (scores.size // 2)
+        weights = [None] * scores.size
         new_max, new_sum, alphas, grown = [], [], [], None
         for r in range(scores.thread_rows):
             values = [s[i] for i, _ in scores.of_row(r)]
@@ -213,14 +224,24 @@ def softmax_steps(tiling: Tiling) -> dict:
             shift = e.negative(e.b.fmul(e.b.select(nothing, e.f32(0), largest), scale))
             alpha = e.exp2(e.fma(row_max[r], scale, shift))
             p = [e.exp2(e.fma(x, scale, shift)) for x in values]
-            for i, pair in enumerate(zip(p[::2], p[1::2], strict=True)):
-                packed[scores.of_row(r)[2 * i][0] // 2] = e.pack(*pair)
+            for (i, _), weight in zip(scores.of_row(r), p, strict=True):
+                weights[i] = weight
             new_max.append(largest)
             new_sum.append(e.fma(row_sum[r], alpha, _reduced(e, e.b.fadd, p)))
             alphas.append(alpha)
             changed = e.b.fcmp_unordered("!=", alpha, e.f32(1))
             grown = changed if grown is None else e.b.or_(grown, changed)
-        return [packed, new_max, new_sum, alphas, e.any_lane(grown)]
+        return [weights, new_max, new_sum, alphas, e.any_lane(grown)]
+
+    @operation(tiling.storage, words(scores.size // 2), floats(scores.size))
+    def pack(e, p):
+        """Pairs of neighbours, as add_values() takes them."""
+        return packed(e, p)
+
+    @operation(tiling.storage, floats(output.size), floats(output.size), types.float64)
+    def times(e, acc, factor):
+        factor = e.b.fptrunc(factor, F32)
+        return [e.b.fmul(x, factor) for x in acc]
 
     @operation(tiling.storage, floats(output.size), floats(output.size), state)
     def rescale(e, acc, alpha):
@@ -235,9 +256,16 @@ def softmax_steps(tiling: Tiling) -> dict:
         "no_sum": constant(scores.thread_rows, 0),
         "no_output": constant(output.size, 0),
         "window": window,
-        "softmax": softmax,
+        "weigh": weigh,
+        "pack": pack,
         "rescale": rescale,
+        "times": times,
     }
+
+
+def packed(e, p):
+    """Pairs of neighbours."""
+    return [e.pack(*pair) for pair in zip(p[::2], p[1::2], strict=True)]
 
 
 def _reduced(e, operation, values):

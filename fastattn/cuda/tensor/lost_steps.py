@@ -20,6 +20,18 @@ CARRY = {"float16": 0x04000400, "bfloat16": 0x00800080}
 SIGNS = 0x80008000
 
 
+def carried(e, storage: str, x):
+    """The signs of those of a pair that are not finite."""
+    return e.both(e.add(e.both(x, EXPONENTS[storage]), CARRY[storage]), SIGNS)
+
+
+def cleared(e, storage: str, x):
+    """A pair with 0 for what is not finite."""
+    signs = carried(e, storage, x)
+    # 0x8000 - 1 is 0x7FFF: the whole element
+    return e.both(x, e.xor(e.b.or_(signs, e.sub(signs, e.shr(signs, 15))), -1))
+
+
 def lost_steps(tiling: Tiling) -> dict:
     """look, clear and any_thread for values, by name."""
     return finite_steps(tiling.storage, Copy(Shapes.of(tiling).v, tiling.threads), waits=True)
@@ -28,10 +40,6 @@ def lost_steps(tiling: Tiling) -> dict:
 def finite_steps(storage: str, copying: Copy, *, waits: bool) -> dict:
     """The same for the tile that these copies fill. waits: look() sees to their arrival."""
     tile = copying.tile
-
-    def carried(e, x):
-        """The signs of those of a pair that are not finite."""
-        return e.both(e.add(e.both(x, EXPONENTS[storage]), CARRY[storage]), SIGNS)
 
     @operation(storage, boolean, u32)
     def look(e, shared):
@@ -44,7 +52,7 @@ def finite_steps(storage: str, copying: Copy, *, waits: bool) -> dict:
         for row, chunk in copying.passes():
             address, place = tile.moved(e, shared, row, chunk)
             for x in e.load_shared_16(address, place):
-                found = e.b.or_(found, carried(e, x))
+                found = e.b.or_(found, carried(e, storage, x))
         return e.b.icmp_unsigned("!=", found, e.i32(0))
 
     @operation(storage, void, u32)
@@ -52,11 +60,7 @@ def finite_steps(storage: str, copying: Copy, *, waits: bool) -> dict:
         """Make 0 of them."""
         for row, chunk in copying.passes():
             address, place = tile.moved(e, shared, row, chunk)
-            finite = []
-            for x in e.load_shared_16(address, place):
-                signs = carried(e, x)
-                # 0x8000 - 1 is 0x7FFF: the whole element
-                finite.append(e.both(x, e.xor(e.b.or_(signs, e.sub(signs, e.shr(signs, 15))), -1)))
+            finite = [cleared(e, storage, x) for x in e.load_shared_16(address, place)]
             e.store_shared(address, place, finite)
 
     @operation(storage, boolean, boolean)

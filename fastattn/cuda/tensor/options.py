@@ -7,11 +7,10 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-from .. import words
-from ..modifiers import device_function
 from ..words import device, load
-from .operation import boolean, floats
-from .placement import batch_offset, float_at, near, same_chunk
+from .block_masks import allowed_key, block_reached, kinds_of
+from .operation import boolean, floats, i32
+from .placement import batch_offset, float_at, integer_at, near, same_chunk
 from .score_steps import score_steps
 from .shapes import Shapes
 from .tilings import Tiling
@@ -29,12 +28,23 @@ def option_functions(tiling: Tiling) -> SimpleNamespace:
         whether one may do so
     sees(job, batch, head, i, j, offset, hidden)
         whether row i sees key j as far as options say, a score_mod aside
+    drop(p, job, batch, head, m_start, n)
+        probabilities that dropout leaves
+    reached(job, batch, head, m_start, rows, n, start, keys, hidden)
+        the first key of the first block from n downwards that the block mask does not skip; one
+        below `start` if there is none
     """
     fragment = floats(Shapes.of(tiling).scores.size)
+    nothing = _no_options(fragment)
     if not tiling.general:
-        return _no_options(fragment)
+        return nothing
+    steps = score_steps(tiling)
     return SimpleNamespace(
-        change=_change(tiling, fragment), hides=_hides(tiling), sees=_sees(tiling)
+        change=_change(tiling, steps, fragment),
+        hides=_hides(tiling),
+        sees=_sees(tiling),
+        drop=_drop(steps, fragment),
+        reached=block_reached(tiling) if tiling.mask_mod else nothing.reached,
     )
 
 
@@ -51,11 +61,31 @@ def _no_options(fragment) -> SimpleNamespace:
     def sees(job, batch, head, i, j, offset, hidden):
         return True
 
-    return SimpleNamespace(change=change, hides=hides, sees=sees)
+    @device(fragment)
+    def drop(p, job, batch, head, m_start, n):
+        return p
+
+    @device(i32)
+    def reached(job, batch, head, m_start, rows, n, start, keys, hidden):
+        return n
+
+    return SimpleNamespace(change=change, hides=hides, sees=sees, drop=drop, reached=reached)
 
 
-def _change(tiling: Tiling, fragment):
-    steps = score_steps(tiling)
+def _drop(steps, fragment):
+    dropped = steps.dropped
+
+    @device(fragment)
+    def drop(p, job, batch, head, m_start, n):
+        if job.dropout_keys == 0:
+            return p
+        key = integer_at(job.dropout_keys, batch * job.heads_q + head)
+        return dropped(p, key, m_start, n, job.dropout_threshold)
+
+    return drop
+
+
+def _change(tiling: Tiling, steps, fragment):
     scaled, capped, base_2, sloped = steps.scaled, steps.capped, steps.base_2, steps.sloped
     masked, chunked = steps.masked, steps.chunked
     add_32, add_64, add_16, add_b16 = steps.biased
@@ -95,7 +125,22 @@ def _change(tiling: Tiling, fragment):
         if job.chunk != 0:
             s = chunked(s, position, n, near(job.chunk))
         if hides:
-            s = mask_mod(s, n, batch, head, m_start, hidden + job.first_key, job.mask_aux)
+            s = mask_mod(
+                s,
+                n,
+                batch,
+                head,
+                m_start,
+                hidden + job.first_key,
+                job.mask_aux,
+                kinds_of(job, batch, head),
+                job.block_mask_row,
+                job.block_mask_col,
+                job.block_mask_m,
+                job.block_mask_n,
+                rows,
+                keys,
+            )
         return s
 
     return change
@@ -117,7 +162,7 @@ def _sees(tiling: Tiling):
     truth, hidden_bias = load("bool"), -math.inf
     modified, mask_mod = tiling.mask_mod is not None, None
     if tiling.mask_mod is not None:
-        mask_mod = device_function(tiling.mask_mod, "float32", words)
+        mask_mod = device(boolean)(allowed_key(tiling.mask_mod))
 
     @device(boolean)
     def sees(job, batch, head, i, j, offset, hidden):
@@ -139,7 +184,12 @@ def _sees(tiling: Tiling):
         if job.chunk != 0 and not same_chunk(i + offset, j, job.chunk):
             return False
         if modified:
-            return mask_mod(batch, head, i, hidden + j + job.first_key, job.mask_aux)
+            key = hidden + j + job.first_key
+            kinds, row, col = kinds_of(job, batch, head), job.block_mask_row, job.block_mask_col
+            sizes = job.block_mask_m, job.block_mask_n
+            return mask_mod(
+                batch, head, i, key, job.mask_aux, kinds, row, col, sizes[0], sizes[1], i, key
+            )
         return True
 
     return sees

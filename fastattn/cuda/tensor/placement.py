@@ -39,6 +39,14 @@ def same_chunk(e, position, key, chunk):
     return e.b.icmp_unsigned("<", e.sub(key, e.chunk_start(position, chunk)), chunk)
 
 
+@operation(ANY, i64, i64, i64)
+def quotient(e, x, y):
+    """x // y of numbers from 0 to 2**31, in 32 bits: a division of 64 is a function of 100
+    instructions.
+    """
+    return e.i64(e.b.udiv(e.b.trunc(x, I32), e.b.trunc(y, I32)))
+
+
 @operation(ANY, i32, i64)
 def near(e, x):
     """As 32 bits; what is further than any key of interest stays far."""
@@ -87,6 +95,14 @@ def batch_entry(job, batch):
         first_query = integer_at(job.starts, 2 * batch)
         first_key = integer_at(job.starts, 2 * batch + 1)
     return seqlen_q, keys, offset, first_query, first_key + hidden, hidden
+
+
+@device(i64)
+def value_on_page(job, batch, key):
+    """Elements from the first page to a row of v, of a batch entry whose keys lie on pages."""
+    number = quotient(key, job.page_size)
+    page = integer_at(job.block_table, batch * job.max_pages + number)
+    return page * job.v_batch + (key - number * job.page_size) * job.v_row
 
 
 @device(types.UniTuple(i64, 6))

@@ -9,7 +9,7 @@ from numba import cuda
 
 from ..words import device, load, store
 from .operation import void
-from .placement import batch_entry, batch_offset, key_range
+from .placement import batch_entry, batch_offset, key_range, value_on_page
 from .tilings import Tiling
 
 
@@ -19,9 +19,10 @@ def repairer(tiling: Tiling, kind: str, hides: Callable, sees: Callable) -> Call
 
     hides, sees  options.option_functions()
     """
-    block_m, block_n, threads = tiling.block_m, tiling.block_n, tiling.threads
+    block_m, block_n, threads = tiling.block_m, tiling.block_n, 32 * tiling.warps
     value_at, out_at, put = load(tiling.storage), load(kind), store(kind)
     infinity, row_step, packed = math.inf, int(not tiling.packed), tiling.packed
+    paged = tiling.paged
 
     @device(void)
     def repair(job, m_block, head, key_head, batch, split, out, out_row, out_col):
@@ -31,8 +32,9 @@ def repairer(tiling: Tiling, kind: str, hides: Callable, sees: Callable) -> Call
         start, stop, full_start, full_stop, row_low, row_high = key_range(
             job, m_start * row_step + offset, (rows - 1) * row_step, keys, split, block_n
         )
-        values = batch_offset(job.v_table, job.v_batch, batch) + key_head * job.v_head
-        values += first_key * job.v_row
+        values = key_head * job.v_head
+        if not paged:
+            values += batch_offset(job.v_table, job.v_batch, batch) + first_key * job.v_row
         hidden_anywhere = hides(job)
         for row in range(rows):
             low, high = max(row_low, start), min(row_high, min(keys, stop))
@@ -42,7 +44,8 @@ def repairer(tiling: Tiling, kind: str, hides: Callable, sees: Callable) -> Call
                 lost, key = 0.0, low
                 while key < high:
                     n = key & -block_n
-                    value = value_at(job.v, values + key * job.v_row + column * job.v_col)
+                    at = value_on_page(job, batch, first_key + key) if paged else key * job.v_row
+                    value = value_at(job.v, values + at + column * job.v_col)
                     finite = abs(value) < infinity
                     made_0 = not finite and (hidden_anywhere or n < full_start or n >= full_stop)
                     if made_0 and sees(job, batch, head, m_start + row, key, offset, hidden):

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 from .. import words
 from ..job import BIAS_KINDS
 from ..modifiers import scalar_function
+from .block_masks import allowed_key
 from .mma import F32, I32, I64, LARGEST
 from .operation import boolean, f32, floats, i32, i64, operation, types
+from .random_steps import chained_key, row_number
 from .shapes import Shapes
 from .tilings import Tiling
 
@@ -108,22 +110,51 @@ def score_steps(tiling: Tiling) -> SimpleNamespace:
             s[i] = e.b.select(e.b.icmp_unsigned("<", behind, chunk), x, e.f32(-math.inf))
         return s
 
-    def modifying(modifier, changes: bool):
-        """The score_mod of natural scores, or the mask_mod; None without one."""
-        if modifier is None:
-            return None
-        function = scalar_function(modifier, "float32", words)
-        signature = f32(f32, *INTEGERS) if changes else boolean(*INTEGERS)
+    @operation(storage, fragment, fragment, i64, i64, i32, i64)
+    def dropped(e, p, head_key, first_row, n, threshold):
+        """0 for probabilities that dropout takes. head_key: of Operands.dropout_keys."""
+        p = list(p)
+        threshold, last = e.b.trunc(threshold, I32), None
+        for i, row, key, x in each(e, p, n):
+            if last is None or last[0] is not row:
+                row_key = chained_key(e, head_key, e.add(first_row, e.i64(row)))
+                last = row, e.b.trunc(row_key, I32), e.b.trunc(e.shr(row_key, 32), I32)
+            number = row_number(e, key, *last[1:])
+            taken = e.b.icmp_unsigned("<", number, threshold)
+            p[i] = e.b.select(taken, e.f32(0), x)
+        return p
+
+    def score_modifying():
+        """The score_mod of natural scores."""
+        function = scalar_function(tiling.score_mod, "float32", words)
+        signature = f32(f32, *INTEGERS)
 
         @operation(storage, fragment, fragment, i32, i64, i64, i64, i64, i64)
         def step(e, s, n, batch, head, first_row, first_key, aux):
             s = list(s)
             for i, row, key, x in each(e, s, n):
                 at = (e.add(first_row, e.i64(row)), e.add(first_key, e.b.sext(key, I64)))
-                if changes:
-                    s[i] = e.call(function, signature, (x, batch, head, *at, aux))
-                    continue
-                sees = e.call(function, signature, (batch, head, *at, aux))
+                s[i] = e.call(function, signature, (x, batch, head, *at, aux))
+            return s
+
+        return step
+
+    def mask_modifying():
+        """What block mask and mask_mod hide; of rows and keys from the first ones on."""
+        function, signature = allowed_key(tiling.mask_mod), boolean(*INTEGERS, *[i64] * 7)
+
+        @operation(storage, fragment, fragment, i32, *[i64] * 10, i32, i32)
+        def step(e, s, n, batch, head, first_row, first_key, aux, *blocks_and_counts):
+            *blocks, rows, keys = blocks_and_counts
+            last = [
+                e.add(first, e.b.sext(e.sub(count, 1), I64))
+                for first, count in ((first_row, rows), (first_key, keys))
+            ]
+            s = list(s)
+            for i, row, key, x in each(e, s, n):
+                at = (e.add(first_row, e.i64(row)), e.add(first_key, e.b.sext(key, I64)))
+                arguments = (batch, head, *at, aux, *blocks, *last)
+                sees = e.call(function, signature, arguments)
                 s[i] = e.b.select(e.truth(sees), x, e.f32(-math.inf))
             return s
 
@@ -137,8 +168,9 @@ def score_steps(tiling: Tiling) -> SimpleNamespace:
         biased=[biased(kind) for kind in BIAS_KINDS[1:]],
         masked=masked,
         chunked=chunked,
-        score_mod=modifying(tiling.score_mod, True),
-        mask_mod=modifying(tiling.mask_mod, False),
+        dropped=dropped,
+        score_mod=score_modifying() if tiling.score_mod is not None else None,
+        mask_mod=mask_modifying() if tiling.mask_mod is not None else None,
     )
 
 

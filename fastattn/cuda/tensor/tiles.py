@@ -221,3 +221,29 @@ class Source:
                 words.append(e.b.or_(low, e.shl(value, 16)))
             low = value
         e.store_shared(shared, place, words)
+
+
+class PagedSource(Source):
+    """Rows on pages: row r of the tile is row (first + r) % page_size of a page that a table names.
+    Only those that exist are looked up.
+    """
+
+    def __init__(self, address, row_bytes, columns, pages: tuple, own_row, valid):
+        """address: of the thread's first chunk in row 0 of page 0. pages: the table's address,
+        `first`, page_size and the bytes from page to page. own_row: the thread's. valid: rows that
+        exist.
+        """
+        super().__init__(address, row_bytes, columns)
+        self._address, self._rows = address, {}
+        self._pages, self._own_row, self._valid = pages, own_row, valid
+
+    def row(self, e: Emitter, row: int):
+        if row not in self._rows:
+            table, first, page_size, page_bytes = self._pages
+            number = e.add(self._own_row, row)
+            exists, key = e.less(number, self._valid), e.add(number, first)
+            page, inside = e.i64(e.b.udiv(key, page_size)), e.i64(e.b.urem(key, page_size))
+            page = e.load_global("b64", e.add(table, e.shl(page, 3)), exists)
+            place = e.add(e.mul(page, page_bytes), e.mul(inside, self.row_bytes))
+            self._rows[row] = e.add(self._address, place)
+        return self._rows[row]

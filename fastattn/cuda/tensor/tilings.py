@@ -9,6 +9,7 @@ from ...problem import Problem
 
 ITEM = 2  # bytes of a storage element
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are compiled for; others are padded to the next
+BARRIER_BYTES = 128  # of a specialised kernel: one for q, and four for each buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,24 @@ class Tiling:
     general: bool = False
     # One query: the rows are the heads that share a key head, which are read once for all of them.
     packed: bool = False
+    paged: bool = False  # keys and values lie on pages, which a table names
     score_mod: Modifier | None = None
     mask_mod: Modifier | None = None
+    # Four more warps do nothing but copy, and four warps multiply together: warpgroup_forward.py.
+    specialised: bool = False
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        return 32 * self.warps + 128 * self.specialised
 
     @property
     def min_blocks(self) -> int:
         """Thread blocks that a multiprocessor must hold; 0 = as many as ptxas likes."""
         # It would like three, in 168 registers, and then spills: at head_dim 64, with options, 32
         # bytes for sm_90 and 136 for sm_120. Two have 255. Of four, for 32 keys a step, 40.
+        # One warp that looks up pages would have 128, and spill 88 at head_dim 128.
         crowded = self.general or self.strided or self.block_n == 32
-        return 2 if crowded and not self.packed else 0
+        return 2 if self.paged or (crowded and not self.packed) else 0
 
     @property
     def warp_m(self) -> int:
@@ -72,7 +77,8 @@ class Tiling:
             return -(-columns * ITEM // 128) * 128
 
         keys = self.stages * self.block_n * (row(self.head_dim) + row(self.head_dim_v))
-        return self.block_m * row(self.q_columns) + keys
+        barriers = BARRIER_BYTES if self.specialised else 0
+        return self.block_m * row(self.q_columns) + keys + barriers
 
 
 # (warps, block_m, block_n) for each head_dim, the best first; the first whose shared memory a
@@ -113,10 +119,9 @@ def forward_tiling(
     """
     variant, largest = problem.variant, max(problem.head_dim, problem.head_dim_v)
     fits = variant.storage in ("float16", "bfloat16") and largest <= HEAD_DIMS[-1]
-    if not fits or problem.dropout_p or problem.block_mask_m:
+    if not fits or (variant.paged and strided):
         return None
-    modified = variant.score_mod is not None or variant.mask_mod is not None
-    general = options or modified or problem.softcap > 0 or problem.chunk > 0
+    general = _is_general(problem, options)
     head_dim, head_dim_v = (
         next(width for width in HEAD_DIMS if width >= size)
         for size in (problem.head_dim, problem.head_dim_v)
@@ -124,11 +129,18 @@ def forward_tiling(
     padded = (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v)
     packed = problem.seqlen_q == 1 and not general
     widest = max(head_dim, head_dim_v)
-    # One warp that copies all elements of wide rows one by one spills 590 to 1120 bytes.
-    if packed and strided and widest >= WIDE:
+    # One warp that copies all elements of wider rows one by one spills 590 to 1120 bytes.
+    if packed and strided and widest > HEAD_DIMS[0]:
         return None
-    small = general or padded or strided or shared_limit < LARGE or problem.seqlen_q <= FEW_ROWS
-    for shape in _shapes(widest, small, general or strided):
+    small = (
+        general
+        or padded
+        or strided
+        or variant.paged
+        or shared_limit < LARGE
+        or problem.seqlen_q <= FEW_ROWS
+    )
+    for shape in _shapes(widest, small, general or strided or variant.paged):
         tiling = Tiling(
             variant.storage,
             head_dim,
@@ -138,12 +150,55 @@ def forward_tiling(
             strided=strided,
             general=general,
             packed=packed,
+            paged=variant.paged,
             score_mod=variant.score_mod,
             mask_mod=variant.mask_mod,
         )
         if tiling.shared_bytes <= shared_limit:
             return tiling
     return None
+
+
+# (warps that multiply, block_m, block_n) of the specialised kernel for each head_dim. All registers
+# of a multiprocessor are those of one such block.
+SPECIALISED = {64: (12, 192, 128), 128: (8, 128, 128), 192: (8, 128, 64), 256: (8, 128, 64)}
+FEWEST_KEYS = 256  # two blocks of 128: below, nothing is copied while others multiply
+
+
+def specialised_tiling(
+    problem: Problem, options: bool, shared_limit: int
+) -> tuple[Tiling | None, str]:
+    """(the specialised kernel for a problem, "") or (None, why there is none, or not worth it).
+
+    options, shared_limit  as in forward_tiling(), which has a kernel for it
+    """
+    if problem.variant.paged:
+        return None, "no wgmma: keys lie on pages"
+    if _is_general(problem, options):
+        return None, "no wgmma: masks, biases and other options change scores"
+    if problem.scale <= 0:
+        return None, "no wgmma: scale is not above 0"
+    if problem.seqlen_q <= FEW_ROWS or problem.seqlen_k < FEWEST_KEYS:
+        return None, f"no wgmma below {FEW_ROWS + 1} queries and {FEWEST_KEYS} keys"
+    head_dim, head_dim_v = (
+        next(width for width in SPECIALISED if width >= size)
+        for size in (problem.head_dim, problem.head_dim_v)
+    )
+    warps, block_m, block_n = SPECIALISED[max(head_dim, head_dim_v)]
+    padded = head_dim_v != problem.head_dim_v  # copies see to head_dim themselves
+    storage = problem.variant.storage
+    tiling = Tiling(
+        storage, head_dim, head_dim_v, warps, block_m, block_n, padded=padded, specialised=True
+    )
+    fits = tiling.shared_bytes <= shared_limit
+    return (tiling, "") if fits else (None, "no wgmma: too little shared memory")
+
+
+def _is_general(problem: Problem, options: bool) -> bool:
+    """Whether scores are more than scaled products, or a key may be hidden inside a window."""
+    variant = problem.variant
+    modified = variant.score_mod is not None or variant.mask_mod is not None
+    return options or modified or bool(problem.softcap or problem.chunk or problem.dropout_p)
 
 
 def _shapes(head_dim: int, small: bool, crowded: bool) -> list[tuple[int, int, int]]:
