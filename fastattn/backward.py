@@ -171,7 +171,9 @@ def attention_varlen_backward(
 
 def run(problem: Problem, operands: Operands, gradients: Gradients, backend: str) -> None:
     """Plan and run. Where there are no scores, the zeros stay."""
-    placement = placement_of(operands._replace(out=gradients.dout), backend)
+    placement = placement_of(operands, backend)
+    if placement is not None:  # its rows are those of dout, too
+        placement = placement_of(operands._replace(out=gradients.dout), backend)
     chosen = plan_backward(problem, backend, placement)
     if placement is not None:
         _launcher("cuda")(chosen, problem, operands, gradients)
@@ -224,10 +226,15 @@ def finished(
 ) -> tuple[np.ndarray, ...]:
     """Return what attention_backward() does for q, k and v in `arrays`."""
     main = (
-        sum_to(a, array_view(name, of).shape).astype(operands.q.dtype, copy=False)
+        sum_to(a, _shape_of(name, of)).astype(operands.q.dtype, copy=False)
         for a, name, of in zip(gradients[2:5], "qkv", arrays, strict=True)
     )
     return *main, *_others(gradients, operands, wanted, arguments)
+
+
+def _shape_of(name: str, of: Any) -> tuple[int, ...]:
+    """The shape of an array-like, without a view where it can be asked."""
+    return of.shape if hasattr(of, "shape") else array_view(name, of).shape
 
 
 def _others(
