@@ -19,7 +19,7 @@ import repository
 from rich.table import Table
 
 from fastattn.commands import terminal
-from fastattn.dask.grid import visible_chunks
+from fastattn.dask.grid import longest_run, visible_chunks
 from fastattn.problem import Problem, Variant
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 32, 8, 128  # bfloat16; partial results are float32
@@ -49,8 +49,15 @@ class Work(NamedTuple):
     nodes: int
 
     @property
-    def tasks(self) -> int:
+    def pairs(self) -> int:
         return int((self.seconds > 0).sum())
+
+    @property
+    def tasks(self) -> int:
+        """As many as dask has, where tasks read their keys."""
+        of_keys = HEADS_KV * self.keys * 2 * HEAD_DIM
+        longest = longest_run(len(self.seconds), HEADS_Q * self.rows * HEAD_DIM, of_keys)
+        return sum(-(-int(count) // longest) for count in (self.seconds > 0).sum(1))
 
 
 def work_of(queries: int, tokens: int, nodes: int) -> Work:
@@ -132,17 +139,29 @@ def main() -> None:
     parser.add_argument("--nodes", **counts, default=[8, 64])
     options = parser.parse_args()
     table = Table(title=f"{HEADS_Q}/{HEADS_KV} heads x {HEAD_DIM}, bfloat16, causal")
-    for heading in ("tokens", "queries", "nodes", "pairs", "work", "ring", "", "tree", "", "dask"):
+    for heading in (
+        "tokens",
+        "queries",
+        "nodes",
+        "pairs",
+        "work",
+        "ring",
+        "",
+        "tree",
+        "",
+        "tasks",
+        "dask",
+    ):
         table.add_column(heading, justify="right")
     for tokens in options.tokens:
         for queries in (tokens, 65536, 1):
             for nodes in options.nodes:
                 work = work_of(queries, tokens, nodes)
-                cells = [f"{tokens >> 20} M", str(queries), str(nodes), str(work.tasks)]
+                cells = [f"{tokens >> 20} M", str(queries), str(nodes), str(work.pairs)]
                 cells.append(f"{work.seconds.sum() / nodes:.3g} s")
                 for run in (ring(work), tree(work)):
                     cells += [f"{run.nbytes / 1e9:.3g} GB", f"{run.seconds:.3g} s"]
-                table.add_row(*cells, f"{work.tasks / TASKS_S:.2g} s")
+                table.add_row(*cells, str(work.tasks), f"{work.tasks / TASKS_S:.2g} s")
     terminal.console().print(table)
 
 

@@ -134,6 +134,8 @@ def on_cluster(client: Client, paths: list[Path], chunk: int) -> Callable[[], Sa
 
 def peaks(client: Client, paths: list[Path], chunk: int) -> list[int]:
     """Bytes that each worker needs beyond what it had before, where no result is kept."""
+    while any(client.run(lambda dask_worker: len(dask_worker.data)).values()):
+        time.sleep(0.1)  # results of the last round are still being forgotten
     before = client.run(forget_peak)
     wait(client.persist(lazily(paths, chunk).sum()))
     return [peak - before[worker] for worker, peak in client.run(memory, "VmHWM").items()]

@@ -12,9 +12,7 @@ from .kinds import like
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-ELEMENTS = (
-    1 << 14
-)  # of out at a time: they stay in the cache, and in memory that malloc() keeps at hand
+ELEMENTS = 1 << 16  # of out at a time, which then stay in the cache: 16 -> 3.5 ms for 8 x 4096 x 64
 
 
 def merge(
@@ -73,12 +71,14 @@ def _joined(
         columns = [(weight / total).reshape(-1, 1) for weight in weights]
         empty = [part.reshape(-1, 1) == -np.inf for part in lses]
         step = max(1, ELEMENTS // max(shape[1], 1))
+        # Made once: workers of dask, with MALLOC_TRIM_THRESHOLD_ set, map it anew each time.
+        scratch = np.empty((2, min(step, shape[0]), shape[1]), np.result_type(out, lse))
         for start in range(0, len(rows), step):
             at = slice(start, start + step)
-            terms = [part[at] * column[at] for part, column in zip(flat, columns, strict=True)]
-            for n, gone in enumerate(empty):
-                if gone[at].any():
-                    # -inf - -inf is NaN, and an empty part may hold anything.
-                    terms[n] = np.where(gone[at], 0, terms[n])
-            rows[at] = terms[0] + terms[1]  # rounded once
+            terms = scratch[:, : len(rows[at])]
+            for n, (part, column, gone) in enumerate(zip(flat, columns, empty, strict=True)):
+                np.multiply(part[at], column[at], out=terms[n])
+                # -inf - -inf is NaN, and an empty part may hold anything.
+                np.copyto(terms[n], 0, where=gone[at])
+            rows[at] = np.add(*terms, out=terms[0])  # rounded once
     return out, lse

@@ -184,3 +184,10 @@ def test_lse_of_more_keys_is_kept(backend):
     for n in (1, 2):
         joined = np.concatenate([part[n] for part in parts], axis=-2)
         np.testing.assert_allclose(joined, whole[n], rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("lse", [-1e3, -1e6, 1e8])
+def test_merge_weighs_the_parts_of_a_large_row_to_one(lse):
+    ones, lses = np.ones((1, 5), np.float32), np.float32([[lse], [lse * 1.0000003]])
+    out, _ = fastattn.merge(ones, lses[0], ones, lses[1])
+    np.testing.assert_allclose(out, ones, rtol=3e-7)

@@ -3,11 +3,17 @@
 from importlib import import_module
 
 try:
-    import_module("dask.array")
+    array = import_module("dask.array")
 except ImportError as error:
     raise ImportError(
         "fastattn.dask needs dask, which is not installed: pip install 'fastattn[dask]'"
     ) from error
+
+if array.array_expr_enabled():
+    raise ImportError(
+        "fastattn.dask needs dask arrays without query planning, which dask's setting "
+        "array.query-planning turned on. Set it to False before dask.array is imported."
+    )
 
 from .backward import attention_backward
 from .forward import attention

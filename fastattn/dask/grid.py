@@ -16,6 +16,9 @@ from ..problem import Problem
 
 Chunks = tuple[int, ...]  # sizes of the chunks along an axis
 Edges = tuple[int, ...]  # where they begin, and the end
+# A task that reads its keys itself goes through this many chunks of them at most, one after the
+# other: half a minute for chunks of suggest_chunks(), which is what a lost worker costs.
+LONGEST_RUN = 32
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,20 @@ def visible_chunks(
     return sorted(
         {n for a, b in {*zip(first.tolist(), end.tolist(), strict=True)} for n in range(a, b)}
     )
+
+
+def longest_run(blocks: int, result: int, keys: int) -> int:
+    """Return how many chunks of keys a task may go through if it reads them itself.
+
+    Results that wait to be merged take memory (up to three for each worker: half as much again as
+    the task at work), so tasks are as long as there are others for other workers. Where a result
+    is small beside the keys, as for few queries, short tasks keep all threads at work.
+
+    blocks        chunks of queries, of all batch entries and heads
+    result, keys  elements of out for a chunk of queries, of a chunk of k and v
+    """
+    most = min(LONGEST_RUN, max(blocks, 8))
+    return max(1, min(most, 2 * most * result // max(keys, 1)))
 
 
 def chunk_text(chunks: Chunks) -> str:

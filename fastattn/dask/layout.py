@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
+from math import prod
 from typing import Any
 
 import dask.array as da
@@ -16,7 +17,16 @@ from ..kinds import numpy_view
 from ..problem import Operands, Problem
 from .arrays import Operand, operand
 from .call import Call, Index
-from .grid import Edges, Grid, chunks_of, edges_of, head_edges, joined, visible_chunks
+from .grid import (
+    Edges,
+    Grid,
+    chunks_of,
+    edges_of,
+    head_edges,
+    joined,
+    longest_run,
+    visible_chunks,
+)
 from .reading import Block
 
 TRAILING = {
@@ -31,8 +41,6 @@ TRAILING = {
     "dlse": ("heads", "seqlen_q"),
 }
 OVER_KEYS = ("k", "v", "mask", "bias")
-# Chunks of keys that a task goes through, one after the other, if it reads them itself.
-LONGEST_RUN = 8
 # Why batch entries may not share a block.
 ALONE = "every batch entry has a chunk of its own, as {} counts keys from its kv_start"
 
@@ -78,12 +86,7 @@ class Layout:
         return {name: own.block(place) for name, own in found.items() if own is not None}
 
     def _longest_run(self) -> int:
-        """Return how many chunks of keys a task may go through.
-
-        Results that wait to be merged take memory, so tasks are long where these are as large as
-        the chunks of k and v. Where they are small, as for a few queries, short tasks keep all
-        threads at work.
-        """
+        """Return how many chunks of keys a task may go through: one where they are computed."""
         arrays = (self.operands[name] for name in OVER_KEYS)
         if not all(a is None or a.is_read for a in arrays):
             return 1
@@ -93,7 +96,7 @@ class Layout:
         )
         dim_v = problem.head_dim_v
         of_keys = heads_kv * keys * (problem.head_dim + dim_v)
-        return max(1, min(LONGEST_RUN, 2 * LONGEST_RUN * heads * rows * dim_v // max(of_keys, 1)))
+        return longest_run(prod(grid.shape[:-1]), heads * rows * dim_v, of_keys)
 
     def _seen(self, lead: Index, m: int) -> list[int]:
         """Return the chunks of keys that window, chunk and lengths let a chunk of rows see."""

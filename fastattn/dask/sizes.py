@@ -15,8 +15,8 @@ from ..arrays import FLOAT_RULE, NAMES, check_sizes, float_name
 # Multiples of this keep the places where the kernel's running softmax starts anew.
 STEP = 1024
 SHARE = 0.5  # of a worker's memory: the rest is Python's, dask's, and for blocks on their way
-# A task of this much work takes some 4 s on one thread: longer ones leave too few to go round.
-MOST_FLOP = 4e11
+# A pair of this much work takes some 1 s on one thread: longer ones leave too few to go round.
+MOST_FLOP = 1e11
 # And of this much 0.2 s: dask needs about 1 ms for a task, so shorter ones are put together.
 LEAST_FLOP = 2e10
 KEY_CHUNKS = 3  # of k and v in memory at once
