@@ -80,5 +80,5 @@ def _joined(
                 np.multiply(part[at], column[at], out=terms[n])
                 # -inf - -inf is NaN, and an empty part may hold anything.
                 np.copyto(terms[n], 0, where=gone[at])
-            rows[at] = np.add(*terms, out=terms[0])  # rounded once
+            rows[at] = np.add(terms[0], terms[1], out=terms[0])  # rounded once
     return out, lse
