@@ -53,6 +53,14 @@ def test_option(name):
     assert_call(GENERAL, *inputs(GENERAL, *SIZES), **OPTIONS[name])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_wide_rows(head_dim):
+    """32 keys of a step."""
+    wide = Tiling("bfloat16", head_dim, head_dim, 4, 64, 32, general=True)
+    assert_call(wide, *inputs(wide, 1, 2, 1, 70, 90), **OPTIONS["alibi"], softcap=2.0)
+
+
 def test_the_least_number_is_no_mask():
     """Rows of such a bias are means of all values, as finfo.min / ln 2 stays finite."""
     q, k, v = inputs(GENERAL, *SIZES)
