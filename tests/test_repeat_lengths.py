@@ -24,8 +24,9 @@ def normal(rng, *shape):
     return rng.standard_normal(shape, dtype=F4)
 
 
-def the_long_way(*inputs, **options):
-    return fastattn.attention(*inputs, **options, return_lse=True)[0]
+def the_long_way(q, k, v, **options):
+    """Calls with `out` are not kept."""
+    return fastattn.attention(q, k, v, **options, out=np.empty_like(q))
 
 
 @pytest.fixture
