@@ -24,7 +24,9 @@ def is_plain(*tensors: Any) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    if torch.autograd.forward_ad._current_level >= 0 or torch.overrides.has_torch_function(tensors):
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
+        return False
+    if torch.overrides.has_torch_function(tensors):
         return False
     for t in tensors:  # any() and a function of one tensor: 1 us more for three
         if t is None:

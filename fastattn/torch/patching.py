@@ -39,7 +39,7 @@ def routed(
             return scaled_dot_product_attention(*arguments, **options)
         except ArgumentError:  # torch answers it otherwise, or says why not
             pass
-    if isinstance(attn_mask, CausalBias):
+    if type(attn_mask) is CausalBias:
         # It knows torch's function as the attribute of its module, which now is this one.
         tensors = (query, key, value, attn_mask)
         return torch.overrides.handle_torch_function(routed, tensors, *arguments, **options)
@@ -49,11 +49,15 @@ def routed(
 def _fits(query: Any, key: Any, value: Any, attn_mask: Any) -> bool:
     """Whether a call is for fastattn to try."""
     if torch.compiler.is_compiling():  # no second try: only what is sure to work
+        if torch.onnx.is_in_onnx_export():  # which has no node for fastattn's operator
+            return False
         same = query.dtype == key.dtype == value.dtype and query.dtype in DTYPES
         on_cpu = all(t.device.type == "cpu" for t in (query, key, value))
         kinds = (torch.bool, torch.float32, query.dtype)
         return same and on_cpu and (attn_mask is None or attn_mask.dtype in kinds)
-    plain_mask = None if isinstance(attn_mask, CausalBias) else attn_mask
+    if torch.jit.is_tracing():
+        return False
+    plain_mask = None if type(attn_mask) is CausalBias else attn_mask
     return is_plain(query, key, value, plain_mask) and is_large(query, key, value)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .. import guards, repeat
@@ -67,24 +68,18 @@ def scaled_dot_product_attention(
     NaN and infinity in a masked key do not reach the result, which in torch they do.
     """
     try:
-        if torch.compiler.is_compiling() and not isinstance(attn_mask, CausalBias):
-            return torch.ops.fastattn.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
         is_plain_call = type(dropout_p) is float and dropout_p == 0
         if is_plain_call and is_direct(query, key, value, attn_mask):
-            arguments = (query, key, value, attn_mask, scale, is_causal, enable_gqa)
-            return on_threads_of_torch(arguments[:3], _directly, *arguments)
-        return _through_operator(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+            known = (query, key, value, attn_mask, scale, is_causal, enable_gqa)
+            return on_threads_of_torch(known[:3], _directly, *known)
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            if torch.onnx.is_in_onnx_export():  # which has a node for torch's own alone
+                return functional.scaled_dot_product_attention(*arguments, **options)
+            if not isinstance(attn_mask, CausalBias):
+                return torch.ops.fastattn.scaled_dot_product_attention(*arguments, **options)
+        return _through_operator(*arguments, **options)
     except (TypeError, ValueError) as error:
         raise as_argument_error(error) from None
 
