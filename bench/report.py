@@ -1,7 +1,9 @@
-"""Turn a file of results into the tables of README.md and a picture beside the file.
+"""Turn a file of results into the tables of README.md and a picture beside the file; into a table
+of bench/README.md, if they are those of a lesser target.
 
 python bench/report.py
 python bench/report.py bench/results/some-processor.json
+FASTATTN_TARGET=x86-64-v3 python bench/report.py
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ import repository
 from fastattn.benchmark import cases, peers, plots, record, summary
 
 README = repository.ROOT / "README.md"
+LESSER = repository.ROOT / "bench" / "README.md"
+PEERS = (
+    "Columns of peers: how many times longer they take than fastattn, median of interleaved "
+    "rounds; below 1 the peer is faster, – where it cannot run the case."
+)
 BEGIN = "<!-- begin: written by bench/report.py -->"
 END = "<!-- end: written by bench/report.py -->"
 MIB = 1 << 20
@@ -95,15 +102,21 @@ def caption(results: dict[str, dict]) -> str:
     )
 
 
+def suite_table(forward: dict) -> str:
+    """speed_table() of the suite."""
+    rows = plots.rows_by_case(forward, [case.name for case in cases.SUITE])
+    return f"{PEERS}\n\n{speed_table(rows, forward)}"
+
+
+def lesser_text(results: dict) -> str:
+    """All that stands between the markers of bench/README.md."""
+    return f"{suite_table(results['forward'])}\n\n{caption(results['forward'])}"
+
+
 def text(results: dict, picture: str) -> str:
     """All that stands between the markers of README.md."""
     forward = results["forward"]
-    rows = plots.rows_by_case(forward, [case.name for case in cases.SUITE])
-    parts = [
-        "Columns of peers: how many times longer they take than fastattn, median of interleaved "
-        "rounds; below 1 the peer is faster, – where it cannot run the case.",
-        speed_table(rows, forward),
-    ]
+    parts = [suite_table(forward)]
     if "backward" in results:
         parts.append(gradients_table(results["backward"]))
     if "startup" in results:
@@ -112,6 +125,11 @@ def text(results: dict, picture: str) -> str:
         parts.append(memory_table(results["memory"]))
     parts += [caption(forward), f"![The same as plots]({picture})"]
     return "\n\n".join(parts)
+
+
+def is_lesser(results: dict) -> bool:
+    """Whether kernels were compiled for less than the machine has."""
+    return any(result["setting"]["target"] for result in results["forward"].values())
 
 
 def fill(readme: str, between: str) -> str:
@@ -130,6 +148,9 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="?", default=repository.RESULTS)
     path = parser.parse_args().results.resolve()
     results = json.loads(path.read_text())
+    if is_lesser(results):
+        LESSER.write_text(fill(LESSER.read_text(), lesser_text(results)))
+        return
     picture = path.with_suffix(".png")
     plots.draw(results, picture)
     between = text(results, picture.relative_to(repository.ROOT).as_posix())

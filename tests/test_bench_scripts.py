@@ -45,6 +45,9 @@ def test_readme_is_what_the_report_writes(script):
     name = readme.partition("bench/results/")[2].partition(".png")[0]
     results = json.loads((BENCH / "results" / f"{name}.json").read_text())
     assert report.fill(readme, report.text(results, f"bench/results/{name}.png")) == readme
+    lesser, path = report.LESSER.read_text(), BENCH / "results" / f"{name}-x86-64-v3.json"
+    if path.exists():
+        assert report.fill(lesser, report.lesser_text(json.loads(path.read_text()))) == lesser
     with pytest.raises(ValueError, match=r"README.md must hold the markers"):
         report.fill("no markers", "")
 
@@ -188,6 +191,28 @@ def test_trees_take_turns(script, tmp_path):
     assert trees.ratio_text({"first": [1, 1], "second": [0.5, 1.5]}) == "1.000 (0.750–1.250)"
     with trees.folder_of(str(tmp_path)) as folder:
         assert folder == tmp_path.resolve()
+
+
+def test_scaling_is_shown_key_by_key(script):
+    scaling = script("scaling")
+    found = {"1000 keys": {"seconds": [1e-3, 2e-3]}, "3000 keys": {"seconds": [6e-3, 12e-3]}}
+    cells = [list(column.cells) for column in scaling.growth_table(found).columns]
+    assert cells[0] == ["1000", "3000"]
+    assert cells[2] == ["1500.0", "3000.0"]
+    assert [text.split()[0] for text in cells[3]] == ["0.667", "1.333"]  # of the mean of a round
+    ratios = scaling.threads_table({"one": {"one": [2.0, 2.2], "two": [1.0, 1.0]}}).columns[3]
+    assert list(ratios.cells) == ["2.10 (2.05–2.15)"]
+
+
+def test_every_built_in_kernel_has_a_first_call(script):
+    startup = script("startup")
+    assert list(startup.first_calls("gelu, float64")) == [
+        "first call, cold cache, gelu, float64",
+        "first call, warm cache, gelu, float64",
+    ]
+    assert len(startup.first_calls("*")) == 2 * (3 * 4 + 6 * 2)
+    with pytest.raises(ValueError, match=r"calls must be a pattern of .*, got 'gelu'"):
+        startup.first_calls("gelu")
 
 
 @pytest.mark.slow

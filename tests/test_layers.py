@@ -115,7 +115,7 @@ LAYERS = [
     "cpu.elementary cpu.memory",
     "cpu.registers cpu.threads cpu.compile mods block_mask cuda.modifiers cuda.random cuda.tile",
     "derivative",
-    "trace cpu.prebuilt cuda.compile cuda.words",
+    "trace cpu.prebuilt cpu.translation cuda.compile cuda.words",
     "cpu.cache cpu.image",
     "cpu cpu.job cpu.elementwise_job dropout guards large_rows machine problem signatures normal",
     "modifier",

@@ -20,6 +20,14 @@ from ..cpu.threads import set_num_threads
 from .cases import Case, Inputs
 from .onnx_call import Feeds, onnx_call
 
+# Settings by which peers keep to AVX2, as fastattn does with FASTATTN_TARGET=x86-64-v3: torch,
+# oneDNN (of torch and OpenVINO), MKL, XLA. Each is read when its library is loaded.
+AVX2_ONLY = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+}
 # Bytes of scores, of which the formula stores all, twice while it subtracts: beyond, it only swaps.
 FORMULA_LIMIT = 4 << 30
 JAX_LIMIT = (1 << 30) - 1  # it stores them too, and takes twice as long (dense-4k)
@@ -283,6 +291,13 @@ def select(wanted: str) -> list[str]:
             raise ValueError(f"contenders must be among {tuple(CONTENDERS)}, got {word!r}")
         chosen.update(dict.fromkeys(found))
     return list(chosen)
+
+
+def match_target() -> None:
+    """Keep peers that are not loaded yet to AVX2 where fastattn is."""
+    if os.environ.get("FASTATTN_TARGET") == "x86-64-v3":
+        for name, value in AVX2_ONLY.items():
+            os.environ.setdefault(name, value)
 
 
 def entry(name: str, case: Case, x: Inputs, num_threads: int) -> Entry | str:

@@ -47,6 +47,7 @@ def add_options(parser: argparse.ArgumentParser, json_path: Path | None = None) 
 def run(options: argparse.Namespace, commit: str = "") -> None:
     """Measure, print, and keep what was asked for."""
     screen = console()
+    peers.match_target()
     # What could not be kept is refused now, not after minutes.
     if options.plot:
         plots.check(options.plot)

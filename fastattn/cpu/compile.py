@@ -1,5 +1,5 @@
-"""Kernel -> object code -> cache -> callable. The only file that knows Numba's and llvmlite's
-interfaces as a compiler.
+"""Kernel -> object code -> cache -> callable. Only this file and translation.py know Numba's and
+llvmlite's interfaces as a compiler.
 
 Numba translates a kernel to LLVM IR and is then out of the way: a process that finds the object
 code in the cache never imports it. Every kernel has one C signature, `int64 kernel(void *job, void
@@ -8,13 +8,11 @@ code in the cache never imports it. Every kernel has one C signature, `int64 ker
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import importlib
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,10 @@ from ..machine import TARGETS, VectorUnit, listed_features, runnable_targets, ve
 from . import cache, prebuilt
 from .image import Kernel, call_at
 
-# A helper of more instructions than this (as Numba writes them) stays a function. Copied into its
+# A helper of more lines of IR than this (as Numba writes them) stays a function. Copied into its
 # callers, and those into theirs, the block and tile kernels would be compiled twice (3.0 -> 1.8 s);
 # smaller ones are called for each row, where a call would show.
-LARGE = 900
+LARGE = 800
 EXCEPTION = ".const.picklebuf."  # what Numba calls one that code may raise
 UNITS = "AVX2 with FMA, AVX-512 or NEON registers"
 
@@ -214,65 +212,17 @@ def vector_unit_of(target: Target) -> VectorUnit:
     return target.unit
 
 
-def translate(function: Callable) -> tuple[str, str]:
-    """(LLVM IR, entry name) of a kernel, by Numba."""
-    from numba import njit, types
+def translate(function: Callable) -> tuple[list[str], str]:
+    """(LLVM IR of a kernel and of each helper, entry name), by Numba."""
+    from .translation import translate
 
-    signature = (types.voidptr, types.voidptr, types.int64)
-    # _nrt=False: no reference counting, so the object code needs no symbol of Numba's runtime.
-    options = {"error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True}
-    dispatcher = njit(no_cfunc_wrapper=True, **options)(function)
-    with _translating_only(), _uncollected():
-        dispatcher.compile(signature)
-        (compiled,) = dispatcher.overloads.values()
-        compiled.library.finalize()  # links the helpers in
-    return compiled.library.get_llvm_str(), compiled.fndesc.llvm_func_name
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep Python from looking for garbage among Numba's many objects (3.3 -> 2.9 s)."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _translating_only() -> Iterator[None]:
-    """Keep Numba from optimising each helper and making machine code of it, which nobody calls:
-    optimise() does both once for all. Translating a float32 kernel: 5.5 -> 3.5 s.
-
-    The lock keeps other threads' compilations out meanwhile. The target context is made before, so
-    that what the user compiles later is as Numba would have made it.
-    """
-    from unittest import mock  # here, as it costs a warm process 30 ms
-
-    from numba import config
-    from numba.core import codegen
-    from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.registry import cpu_target
-
-    with global_compiler_lock, contextlib.ExitStack() as patches:
-        context = cpu_target.target_context
-        for owner, name, value in (
-            (config, "OPT", 0),
-            # The dispatcher wants a built-in function, a new one for each helper.
-            (context, "get_executable", lambda library, fndesc, env: [].append),
-            (context.codegen(), "_add_module", lambda module: None),
-            (codegen.JITCodeLibrary, "_finalize_specific", lambda library: None),
-        ):
-            patches.enter_context(mock.patch.object(owner, name, value))
-        yield
+    return translate(function)
 
 
 def compile_object(function: Callable, target: Target) -> tuple[str, bytes]:
     """(entry name, object code) of a kernel for a target, which need not be this machine."""
-    ir, entry = translate(function)
-    machine, module = optimise(ir, entry, target)
+    texts, entry = translate(function)
+    machine, module = optimise(texts, entry, target)
     needed = sorted(
         f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")
     )
@@ -313,7 +263,7 @@ def _memset() -> str:
     return str(module)
 
 
-def optimise(ir: str, entry: str, target: Target) -> tuple[Any, Any]:
+def optimise(texts: list[str], entry: str, target: Target) -> tuple[Any, Any]:
     """(target machine, optimised module) with all but the entry internal."""
     llvm = _llvm()
     # The small code model, as _load() keeps code and constants together: an instruction can then
@@ -322,14 +272,17 @@ def optimise(ir: str, entry: str, target: Target) -> tuple[Any, Any]:
     machine = llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.cpu, features=target.features, opt=3, reloc="pic", codemodel="small"
     )
-    module = llvm.parse_assembly(ir)
-    # The wrapper that Numba made for Python becomes internal, unused, and vanishes with what it
-    # refers to.
+    module = llvm.parse_assembly("")
+    for text in texts:
+        part = llvm.parse_assembly(text)
+        if text.count("\n") > LARGE:
+            for function in part.functions:
+                if not function.is_declaration:
+                    function.add_function_attribute("noinline")
+        module.link_in(part)
     for function in module.functions:
         if not function.is_declaration and function.name != entry:
             function.linkage = "internal"
-            if sum(len(list(block.instructions)) for block in function.blocks) > LARGE:
-                function.add_function_attribute("noinline")
     _run_passes(module, machine)
     if any(function.name.startswith("llvm.memset.") for function in module.functions):
         memset = llvm.parse_assembly(_memset())
@@ -340,7 +293,7 @@ def optimise(ir: str, entry: str, target: Target) -> tuple[Any, Any]:
 
 def _run_passes(module: Any, machine: Any) -> None:
     llvm = _llvm()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
     builder.getModulePassManager().run(module, builder)
 
 

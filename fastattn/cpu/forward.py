@@ -359,8 +359,9 @@ def work_item(variant: Variant, unit: VectorUnit):
             start, stop = max(start, split * split_n), min(stop, (split + 1) * split_n)
         start = start // block_n * block_n
         if field(job, "mask") != 0 or field(job, "bias") != 0:
+            none = np.int64(0)  # for a literal, Numba would compile what is called once more
             for m in range(min(count, field(job, "mc"))):
-                ask_for_scores(job, item, row + m, start, 0, min(block_n, stop - start))
+                ask_for_scores(job, item, row + m, start, none, min(block_n, stop - start))
         end = min((start // split_n + 1) * split_n, stop)
         key_range(job, item, start, end, q_rows, acc, row_max, row_sum, panels, s)
         while end < stop:

@@ -65,6 +65,7 @@ def mark_overflow(variant: Variant, unit: VectorUnit):
     ):
         s_stride, acc_stride = field(job, "s_stride"), field(job, "acc_stride")
         scores = at(spare, SPARE_REGISTERS * lanes)
+        one = np.int64(1)  # for a literal, Numba would compile what is called once more
         for m in range(0 if none else count):
             products = at(s, m * s_stride)
             found = False
@@ -75,9 +76,20 @@ def mark_overflow(variant: Variant, unit: VectorUnit):
             if not found:
                 continue
             if field(job, "changes_scores") != 0:
-                change(job, item, row + m, 1, n_start, start, padded, scores, spare)
+                change(job, item, row + m, one, n_start, start, padded, scores, spare)
             hide(
-                job, item, row + m, 1, n_start, start, padded, padded, padded, scores, spare, modify
+                job,
+                item,
+                row + m,
+                one,
+                n_start,
+                start,
+                padded,
+                padded,
+                padded,
+                scores,
+                spare,
+                modify,
             )
             for n in range(start, stop):
                 if products[n] == neg_inf and scores[n] != neg_inf:

@@ -12,14 +12,12 @@ import operator
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils, types
 from numba.core.datamodel import PrimitiveModel, register_default
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import lower_builtin
 
-# Serial helpers of a kernel: no exceptions, no reference counts, no wrapper for Python.
-jit = njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+from .translation import jit as jit  # what makes a helper of a function
 
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
