@@ -29,13 +29,7 @@ def meet(count, timeout=20):
 
 
 def interrupt(times, every=0.02):
-    """Send SIGINT to the main thread, several times, from a thread of its own."""
-
-    def send():
-        for _ in range(times):
-            time.sleep(every)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
+    """Send SIGINT to the main thread, several times: from a thread that it waits for."""
+    for _ in range(times):
+        time.sleep(every)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

@@ -172,16 +172,13 @@ def test_interrupted_wait_still_waits(times):
     def work():
         barrier.wait(20)
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.3)
+            interrupt(times)
+            time.sleep(0.2)
             ended.append(1)
 
-    sender = interrupt(times)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            threads.run_on_threads(work, 2)
-        assert ended == [1]
-    finally:
-        sender.join()
+    with pytest.raises(KeyboardInterrupt):
+        threads.run_on_threads(work, 2)
+    assert ended == [1]
     assert_pool_works()
 
 
@@ -192,18 +189,15 @@ def test_interrupted_work_still_waits():
     def work():
         barrier.wait(20)
         if threading.current_thread() is threading.main_thread():
-            time.sleep(5)
+            time.sleep(60)
         else:
-            time.sleep(0.3)
+            interrupt(3)
+            time.sleep(0.2)
             ended.append(1)
 
-    sender = interrupt(3)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            threads.run_on_threads(work, 2)
-        assert ended == [1]
-    finally:
-        sender.join()
+    with pytest.raises(KeyboardInterrupt):
+        threads.run_on_threads(work, 2)
+    assert ended == [1]
     assert_pool_works()
 
 
