@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import api
+from .. import repeat
 from ..arguments import ALIGN_LIMIT, integer, real
 from ..arrays import Names, integers
-from ..check import check
+from ..check import check, check_backend
 from ..kinds import numpy_view
+from ..launch import run
 from ..probabilities import capped_products, final_scores, visit, weights
 from .heads import PACKED, check_rank, count_of, float_array, packed, split
 
@@ -129,7 +130,7 @@ def attention(
         position |= _lengths(nonpad_kv_seqlen, q, k.shape[2])
     if attn_mask is not None:
         position |= _mask_or_bias(attn_mask, k.shape[2], q.dtype)
-    y = _attend(q, k, v, options | position, backend)
+    y = _attend((q, k, v), options | position, backend, np.ndim(Q) == PACKED)
     scores = None
     if mode is not None:
         scores = _scores(mode, q, k, options, position, dtype)
@@ -271,15 +272,25 @@ def _mask_or_bias(attn_mask: Any, seqlen_k: int, dtype: np.dtype) -> dict[str, A
 
 
 def _attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, options: dict[str, Any], backend: str
+    operands_given: tuple[np.ndarray, ...], options: dict[str, Any], backend: str, is_packed: bool
 ) -> np.ndarray:
-    try:
-        return api.attention(q, k, v, **options, backend=backend)
-    except (TypeError, ValueError) as error:
-        caught = error
-    # Once more for the message: naming the arguments beforehand costs every call 18 µs.
-    check(q, k, v, **options, names=NAMES)
-    raise caught
+    """Return the result, its axes in the order of those of Q where that was packed."""
+    arrays = *operands_given, options.get("mask"), options.get("bias")
+    key = None
+    if "kv_len" not in options:
+        numbers = (options[name] for name in ("scale", "softcap", "causal", "align"))
+        key = repeat.key_of(arrays, ("onnx", *numbers, backend, is_packed), options["window"])
+        known = repeat.find(key)
+        found = None if known is None else known.run(arrays)
+        if found is not None:
+            return found[0]
+    check_backend(backend)
+    named = {**options, "names": NAMES, "in_order_of_q": is_packed}
+    problem, operands = check(*operands_given, **named)
+    chosen = run(problem, operands, backend)
+    if key is not None and chosen is not None:
+        repeat.keep(key, arrays, chosen, operands, operands.out.shape)
+    return operands.out
 
 
 def _mode(value: Any) -> int | None:

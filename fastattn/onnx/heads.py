@@ -47,6 +47,5 @@ def split(name: str, a: np.ndarray, rule: str, heads: int) -> np.ndarray:
 
 def packed(a: np.ndarray) -> np.ndarray:
     """Return (batch, tokens, heads * dim), C-contiguous, of (batch, heads, tokens, dim)."""
-    # Copied: with `out` in this layout the core takes 1.01 to 1.1 times as long, small calls 3.
     batch, heads, tokens, dim = a.shape
     return a.swapaxes(1, 2).reshape(batch, tokens, heads * dim)

@@ -74,8 +74,8 @@ def rotary_embedding(
         _check_tokens(cos, tokens)
     else:
         at = _positions(position_ids, tokens, len(cos))
-        cos, sin = cos[at], sin[at]
-    return _turned(x, heads, cos[:, None], sin[:, None], bool(interleaved), backend)
+        cos, sin = cos.take(at, axis=0), sin.take(at, axis=0)
+    return _turned(x, heads, cos, sin, bool(interleaved), backend)
 
 
 def _turned(
@@ -90,13 +90,12 @@ def _turned(
     dtype = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
     if x.dtype != dtype:
         heads, cos, sin = (a.astype(dtype) for a in (heads, cos, sin))
-    y = out = None
     if x.ndim == PACKED:
-        batch, count, tokens, dim = heads.shape
-        y = np.empty(x.shape, dtype)
-        out = y.reshape(batch, tokens, count, dim).swapaxes(1, 2)
-    turned = apply_rotary(heads, cos, sin, interleaved=interleaved, out=out, backend=backend)
-    y = turned if y is None else y
+        # One angle for all heads of a token: to apply_rotary(), heads are the tokens of many rows.
+        rows, cos, sin = heads.swapaxes(1, 2), cos[:, :, None], sin[:, :, None]
+    else:
+        rows, cos, sin = heads, cos[:, None], sin[:, None]
+    y = apply_rotary(rows, cos, sin, interleaved=interleaved, backend=backend).reshape(x.shape)
     if x.dtype == dtype:
         return y
     with np.errstate(over="ignore"):
@@ -130,7 +129,7 @@ def _positions(position_ids: Any, tokens: tuple[int, int], positions: int) -> np
     if at.shape != tokens:
         raise ValueError(f"position_ids must have shape {tokens}, got {at.shape}")
     # Read without their signs, negative ones lie past all others: one pass instead of two.
-    if at.size and at.astype(np.int64).view(np.uint64).max() >= positions:
+    if np.count_nonzero(at.astype(np.int64).view(np.uint64) >= positions):
         rule = f"position_ids must lie between 0 and {positions - 1}"
         raise ValueError(f"{rule}, got {at.min()} to {at.max()}")
     return at
