@@ -211,6 +211,45 @@ def flash_kvcache(shape: tuple[int, ...]) -> Pair:
     )
 
 
+def flash_append(shape: tuple[int, ...]) -> Pair:
+    """One token after a cache of the others; what writes it beside the core knows its place."""
+    return _one_token(shape, turns=False)
+
+
+def flash_rotary(shape: tuple[int, ...]) -> Pair:
+    """The same, turned; beside the core, query and key are turned by angles that are known."""
+    return _one_token(shape, turns=True)
+
+
+def _one_token(shape: tuple[int, ...], turns: bool) -> Pair:
+    from fastattn import nn
+    from fastattn.flash_attn import flash_attn_with_kvcache
+
+    caches, last = inputs(shape)[1:], shape[1] - 1
+    new = [np.ascontiguousarray(a[:, -1:]) for a in inputs(shape)]
+    lengths, rows = np.full(shape[0], last), np.arange(shape[0])[:, None]
+    places = {"block_table": rows, "kv_len": lengths + 1, "causal": True}
+    table = nn.positions.Rope(shape[3]).rotation(np.arange(shape[1]))
+    options = {"rotary_cos": table.cos, "rotary_sin": table.sin} if turns else {}
+    angles = table.cos[last:], table.sin[last:]
+
+    def alone() -> np.ndarray:
+        q, k, v = new
+        if turns:
+            q, k = (nn.positions.apply_rotary(a, *angles, interleaved=True) for a in (q, k))
+        for cache, token in zip(caches, (k, v), strict=True):
+            cache[:, last:] = token
+        operands = (a.swapaxes(1, 2) for a in (q, *caches))
+        return fastattn.attention(*operands, **places).swapaxes(1, 2)
+
+    def face() -> np.ndarray:
+        q, k, v = new
+        flags = {"cache_seqlens": lengths, "causal": True, **options}
+        return flash_attn_with_kvcache(q, *caches, k, v, **flags)
+
+    return face, alone
+
+
 def torch_call(make: Callable[[Any], Call], **options: Any) -> Callable[[tuple[int, ...]], Pair]:
     """A way through fastattn.torch: make(tensors) returns the call; options are for the core."""
 
@@ -298,6 +337,8 @@ FACES: dict[str, Callable[[tuple[int, ...]], Pair]] = {
     "flash_attn, tensors": flash_tensors,
     "flash_attn, varlen": flash_varlen,
     "flash_attn, kvcache": flash_kvcache,
+    "flash_attn, kvcache, append": flash_append,
+    "flash_attn, kvcache, rotary": flash_rotary,
     "torch": torch_call(torch_direct),
     "torch, with gradients": torch_call(torch_recorded, return_lse=True),
     "torch.ops": torch_call(torch_operator, return_lse=True),

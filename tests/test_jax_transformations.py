@@ -261,6 +261,29 @@ def test_refuses(name):
         dot_product_attention(**given)
 
 
+@with_jax
+def test_export():
+    """A program with the calls in it, for any batch, and its gradient, after serialisation."""
+    import jax
+    import jax.numpy as jnp
+    from jax import export
+
+    from fastattn.jax import dot_product_attention
+
+    def program(x):
+        return dot_product_attention(x, x, x, is_causal=True)
+
+    names = ("fastattn_forward", "fastattn_backward")
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("batch, 5, 2, 8"), jnp.float32)
+    exported = export.export(jax.jit(program), disabled_checks=checks)(shape)
+    again = export.deserialize(exported.serialize(vjp_order=1))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5, 2, 8)), jnp.float32)
+    np.testing.assert_array_equal(again.call(x), program(x))
+    ours, direct = (jax.grad(lambda x, f=f: f(x).sum())(x) for f in (again.call, program))
+    np.testing.assert_array_equal(ours, direct)
+
+
 def test_without_jax():
     code = """
 import sys
