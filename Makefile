@@ -15,7 +15,7 @@ chat: .venv/examples.stamp
 
 # Two processes, each with one thread of NumPy's BLAS: more of them wait for each other.
 test: .venv/test.stamp
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/check.stamp
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy

@@ -13,7 +13,7 @@ from fastattn import udl
 EXERCISE = Path(__file__).parent.parent / "examples" / "udl_exercise.py"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def exercise():
     return runpy.run_path(str(EXERCISE))
 
