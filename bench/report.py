@@ -129,7 +129,7 @@ def text(results: dict, picture: str) -> str:
 
 def is_lesser(results: dict) -> bool:
     """Whether kernels were compiled for less than the machine has."""
-    return any(result["setting"]["target"] for result in results["forward"].values())
+    return any(result["setting"].get("target") for result in results["forward"].values())
 
 
 def fill(readme: str, between: str) -> str:
