@@ -70,7 +70,7 @@ def everywhere(folder):
     with (
         mock.patch.object(compile, "kernel", lambda key, build: find(key)),
         mock.patch.object(compile, "host_unit", return_value=NEON),
-        mock.patch.object(threads, "run_on_threads", lambda work, num_threads: work()),
+        mock.patch.object(threads, "run_on_threads", lambda work, *others: work()),
         fastattn.num_threads(2),
     ):
         run._prepare.cache_clear()
