@@ -62,8 +62,8 @@ CALLS = {
     "silu": ("fastattn.nn.silu(x)", FLOATS),
     "gelu": ("fastattn.nn.gelu(x)", FLOATS),
     "gelu_tanh": ("fastattn.nn.gelu_tanh(x)", FLOATS),
-    "layer_norm": ("fastattn.nn.layer_norm(x)", FLOATS),
-    "rms_norm": ("fastattn.nn.rms_norm(x)", FLOATS),
+    "layer_norm": ("fastattn.nn.layer_norm(x, fastattn.nn.LayerNormWeights(one[0, 0, 0]))", FLOATS),
+    "rms_norm": ("fastattn.nn.rms_norm(x, fastattn.nn.RMSNormWeights(one[0, 0, 0]))", FLOATS),
 }
 
 
