@@ -13,9 +13,10 @@ bench: .venv/bench.stamp
 chat: .venv/examples.stamp
 	$(BIN)/python examples/smollm2.py
 
-# Two processes, each with one thread of NumPy's BLAS: more of them wait for each other.
+# Two processes, each with one thread of NumPy's BLAS: more of them wait for each other. One that
+# crashes ends the run: restarted, it would meet the same test again.
 test: .venv/test.stamp
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 check: .venv/check.stamp
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
