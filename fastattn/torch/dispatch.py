@@ -28,7 +28,7 @@ def is_plain(*tensors: Any) -> bool:
         return False
     if torch.overrides.has_torch_function(tensors):
         return False
-    for t in tensors:  # any() and a function of one tensor: 1 us more for three
+    for t in tensors:  # any() and a function of one tensor take longer
         if t is None:
             continue
         if type(t) not in PLAIN or not t.is_cpu or t.is_neg():

@@ -182,7 +182,7 @@ class RecordedBackward(torch.autograd.Function):
 
 class Transformed(torch.autograd.Function):
     """The operator for torch.func, which cannot differentiate operators from Python. It wants this
-    form, whose call takes 20 us more.
+    form, whose calls take longer.
     """
 
     generate_vmap_rule = True
