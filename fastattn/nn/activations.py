@@ -69,8 +69,11 @@ def activate(
         out = np.empty_like(x)
     else:
         check_like("out", out, "x", x)
-    run = compiled(name, x.dtype, backend)
-    if name == "relu" and bias is up is None and (run is None or x.size < RELU_ALONE):
+    small = x.size < RELU_ALONE
+    alone = name == "relu" and bias is up is None
+    # Without a look for a kernel, which would import Numba where it is not in the cache.
+    run = None if alone and small and backend == "auto" else compiled(name, x.dtype, backend)
+    if alone and (run is None or small):
         np.maximum(x, 0, out=out)
     elif run is None:
         _activate_in_numpy(name, x, bias, up, out)
