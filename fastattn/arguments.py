@@ -56,7 +56,7 @@ def real(name: str, value: Any) -> float:
 def integer(rule: str, value: Any) -> int:
     """Return an int, or raise `rule` with what was given."""
     try:
-        if not isinstance(value, bool):
+        if not isinstance(value, (bool, np.bool_)):  # NumPy 1's would do, with a warning
             return index(value)
     except TypeError:
         pass

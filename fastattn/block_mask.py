@@ -174,7 +174,7 @@ def create_block_mask(
 
 def _size(name: str, value: Any, least: int) -> int:
     try:
-        size = None if isinstance(value, bool) else index(value)
+        size = None if isinstance(value, (bool, np.bool_)) else index(value)
     except TypeError:
         size = None
     if size is None:
