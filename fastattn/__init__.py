@@ -1,4 +1,13 @@
-"""Fused attention for NumPy arrays, compiled for the CPU at hand."""
+"""Fused attention for NumPy arrays, compiled for the CPU at hand.
+
+attention() and its kin are here; print(explain(...)) says how a call would run. Beside them
+
+nn            layers of transformers: multi-head attention, caches, positions, norms
+mods          words for score_mod and mask_mod, and ready-made ones
+plot          pictures of what a head looks at
+torch, jax, dask, transformers, flash_attn, onnx, udl
+              the same in the terms of other libraries, imported when they are first used
+"""
 
 from __future__ import annotations
 
@@ -13,7 +22,11 @@ from .sdpa import scaled_dot_product_attention
 from .weights import attention_key_sums, attention_weights
 
 if TYPE_CHECKING:
+    from . import dask as dask
     from . import flash_attn, mods, nn, onnx, plot, udl
+    from . import jax as jax
+    from . import torch as torch
+    from . import transformers as transformers
     from .block_mask import BlockMask, create_block_mask
 
 __all__ = [
@@ -41,10 +54,14 @@ __all__ = [
     "udl",
 ]
 
-ON_DEMAND = ("flash_attn", "jax", "mods", "nn", "onnx", "plot", "torch", "transformers", "udl")
+ON_DEMAND = (
+    *("dask", "flash_attn", "jax", "mods", "nn", "onnx", "plot"),
+    *("torch", "transformers", "udl"),
+)
 
 
 def __dir__() -> list[str]:
+    # Not what needs other packages: help() fetches all that is named here.
     return __all__
 
 

@@ -63,6 +63,15 @@ def integer(rule: str, value: Any) -> int:
     raise TypeError(f"{rule}, got {type(value).__name__}")
 
 
+def count(name: str, value: Any, low: int) -> int:
+    """Return an int of at least `low`."""
+    rule = f"{name} must be an int >= {low}"
+    number = integer(rule, value)
+    if number < low:
+        raise ValueError(f"{rule}, got {number}")
+    return number
+
+
 def scale_of(scale: Any, head_dim: int, dtype: str) -> float:
     """Return the scale, head_dim ** -0.5 by default."""
     if scale is None:
@@ -87,10 +96,7 @@ def softcap_of(softcap: Any, dtype: str) -> float:
 
 def chunk_of(chunk: Any) -> int:
     """Return the chunk length, 0 for none."""
-    number = integer("chunk must be an int >= 0", chunk)
-    if number < 0:
-        raise ValueError(f"chunk must be an int >= 0, got {number}")
-    return min(number, NO_LIMIT)
+    return min(count("chunk", chunk, 0), NO_LIMIT)
 
 
 def dropout_of(dropout_p: Any, dropout_seed: Any) -> tuple[float, int]:

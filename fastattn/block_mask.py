@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from typing import Any
 
 import numpy as np
 
+from .arguments import count
 from .modifier import Modifier, aux_arrays, aux_types, evaluate
 from .trace import trace
 
@@ -173,15 +173,9 @@ def create_block_mask(
 
 
 def _size(name: str, value: Any, least: int) -> int:
-    try:
-        size = None if isinstance(value, (bool, np.bool_)) else index(value)
-    except TypeError:
-        size = None
-    if size is None:
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if not least <= size < SIZE_LIMIT:
-        rule = f"at least {least}" if size < least else "below 2**31"
-        raise ValueError(f"{name} must be {rule}, got {size}")
+    size = count(name, value, least)
+    if size >= SIZE_LIMIT:
+        raise ValueError(f"{name} must be below 2**31, got {size}")
     return size
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import count
 from .trace import apply
 
 __all__ = [
@@ -137,8 +138,7 @@ def dilated_window(left: int | None, right: int | None, dilation: int) -> MaskMo
     Source: Beltagy et al. 2020, Longformer, arXiv:2004.05150, section 3.1.
     """
     _check_radii(left, right)
-    if dilation < 1:
-        raise ValueError(f"dilation must be at least 1, got {dilation}")
+    count("dilation", dilation, 1)
     before = None if left is None else left * dilation
     after = None if right is None else right * dilation
 
@@ -216,8 +216,8 @@ def _inside(distance: Any, left: int | None, right: int | None) -> Any:
 
 def _check_radii(left: int | None, right: int | None) -> None:
     for name, radius in (("left", left), ("right", right)):
-        if radius is not None and radius < 0:
-            raise ValueError(f"{name} must be at least 0, or None for unlimited, got {radius}")
+        if radius is not None:
+            count(name, radius, 0)
 
 
 # Ready-made score modifiers.
@@ -251,26 +251,26 @@ def alibi(*, slot: int = 0) -> ScoreMod:
     return alibi
 
 
-def relative_bias(*, table: int = 0, offset: int = 1) -> ScoreMod:
-    """score + bias[h, j - i + offset]: a learned bias for each head and distance.
+def relative_bias(*, table: int = 0, zero: int = 1) -> ScoreMod:
+    """score + bias[h, j - i + zero]: a learned bias for each head and distance.
 
-    aux[table] is (heads_q, distances), aux[offset] the integer place of distance 0 in a row of it.
+    aux[table] is (heads_q, distances), aux[zero] the integer place of distance 0 in a row of it.
 
     Source: Shaw et al. 2018, arXiv:1803.02155, section 3.2, in the scalar form of T5.
     """
 
     def relative_bias(score: Any, b: Any, h: Any, i: Any, j: Any, aux: tuple) -> Any:
-        return score + aux[table][h, j - i + aux[offset]]
+        return score + aux[table][h, j - i + aux[zero]]
 
     return relative_bias
 
 
-def t5_bias(*, table: int = 0, offset: int = 1) -> ScoreMod:
-    """score + weight[bucket(j - i), h]: aux[table] and aux[offset] are what t5_table() returns.
+def t5_bias(*, table: int = 0, zero: int = 1) -> ScoreMod:
+    """score + weight[bucket(j - i), h]: aux[table] and aux[zero] are what t5_table() returns.
 
     Source: Raffel et al. 2020, T5, arXiv:1910.10683, section 2.1.
     """
-    return relative_bias(table=table, offset=offset)
+    return relative_bias(table=table, zero=zero)
 
 
 def t5_table(
@@ -280,7 +280,7 @@ def t5_table(
     *,
     bidirectional: bool = True,
     max_distance: int = 128,
-    first_query: int = 0,
+    offset: int | None = None,
 ) -> tuple[np.ndarray, int]:
     """Return the aux of t5_bias(): the bias of every distance, and the place of distance 0.
 
@@ -292,15 +292,16 @@ def t5_table(
         Half of the buckets are for keys after the query (encoders); else those share bucket 0.
     max_distance : int
         Distances from here on share the last bucket.
-    first_query : int
-        Position of query 0 among the keys: what has been decoded before.
+    offset : int
+        Position of query 0 among the keys. Default seqlen_k - seqlen_q.
 
     Returns
     -------
     table : (heads, seqlen_q + seqlen_k - 1), dtype of weight
-    offset : int, such that table[h, j - i + offset] is the bias of query i and key j
+    zero : int, such that table[h, j - i + zero] is the bias of query i and key j
     """
-    distance = np.arange(-(first_query + seqlen_q - 1), seqlen_k - first_query)
+    offset = seqlen_k - seqlen_q if offset is None else offset
+    distance = np.arange(-(offset + seqlen_q - 1), seqlen_k - offset)
     buckets = t5_buckets(distance, len(weight), bidirectional, max_distance)
     return np.ascontiguousarray(np.asarray(weight)[buckets].T), seqlen_q - 1
 

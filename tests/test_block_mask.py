@@ -142,14 +142,18 @@ def test_plot_without_matplotlib(monkeypatch):
 
 
 BAD = [
-    ({"seqlen_q": -1}, ValueError, "seqlen_q must be at least 0, got -1"),
-    ({"seqlen_k": 2.0}, TypeError, "seqlen_k must be an integer, got 2.0"),
-    ({"batch": True}, TypeError, "batch must be an integer, got True"),
-    ({"heads": -3}, ValueError, "heads must be at least 0, got -3"),
+    ({"seqlen_q": -1}, ValueError, "seqlen_q must be an int >= 0, got -1"),
+    ({"seqlen_k": 2.0}, TypeError, "seqlen_k must be an int >= 0, got float"),
+    ({"batch": True}, TypeError, "batch must be an int >= 0, got bool"),
+    ({"heads": -3}, ValueError, "heads must be an int >= 0, got -3"),
     ({"batch": 2**31}, ValueError, "batch must be below 2**31, got 2147483648"),
-    ({"seqlen_q": np.timedelta64(1, "s")}, TypeError, "must be an integer, got np.timedelta64"),
-    ({"block": (0, 64)}, ValueError, "block_m must be at least 1, got 0"),
-    ({"block": (64, None)}, TypeError, "block_n must be an integer, got None"),
+    (
+        {"seqlen_q": np.timedelta64(1, "s")},
+        TypeError,
+        "seqlen_q must be an int >= 0, got timedelta64",
+    ),
+    ({"block": (0, 64)}, ValueError, "block_m must be an int >= 1, got 0"),
+    ({"block": (64, None)}, TypeError, "block_n must be an int >= 1, got NoneType"),
     ({"block": 64}, TypeError, "block must be (block_m, block_n), got 64"),
     ({"block": (1, 2, 3)}, TypeError, "block must be (block_m, block_n), got (1, 2, 3)"),
     ({"aux": IDS}, TypeError, "aux must be a tuple of arrays and numbers, got ndarray"),

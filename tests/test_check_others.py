@@ -216,11 +216,14 @@ def test_dropout_mask_rule():
         (fastattn.explain, ["slopes", "fold", "names"]),
         (fastattn.attention_weights, ["slopes", "fold", "backend", "out", "dropout_p", "v"]),
         (fastattn.attention_key_sums, ["slopes", "return_lse"]),
+        (fastattn.nn.transformer_layer, ["casual", "out"]),
+        (fastattn.nn.multihead_attention_backward, ["casual", "cache", "return_lse"]),
+        (fastattn.nn.transformer_layer_backward, ["casual", "rotary", "block_table"]),
     ],
 )
 def test_unknown_keywords_are_refused_by_name(function, names):
-    q = ones(2, 3, 8)
-    arrays = [q] * (3 if function is fastattn.explain else 2)
+    given = inspect.signature(function).parameters.values()
+    arrays = [ones(2, 3, 8) for p in given if p.kind is p.POSITIONAL_OR_KEYWORD]
     for name in names:
         message = re.escape(f"{function.__name__}() got an unexpected keyword argument {name!r}")
         with pytest.raises(TypeError, match=f"^{message}$"):

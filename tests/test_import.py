@@ -86,14 +86,15 @@ def test_unknown_name():
         fastattn.nothing  # noqa: B018
 
 
-def test_torch_missing_is_said_with_the_command():
-    code = """
+@pytest.mark.parametrize("name", ["dask", "jax", "torch"])
+def test_a_missing_package_is_said_with_the_command(name):
+    code = f"""
 import sys, fastattn
-sys.modules["torch"] = None
+sys.modules["{name}"] = None
 try:
-    fastattn.torch
+    fastattn.{name}
 except ImportError as error:
     print(error)
 """
-    message = "fastattn.torch needs torch, which is not installed: pip install fastattn[torch]"
-    assert fresh(code) == message
+    needs = f"fastattn.{name} needs {name}, which is not installed"
+    assert fresh(code) == f"{needs}: pip install 'fastattn[{name}]'"

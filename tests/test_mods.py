@@ -166,20 +166,20 @@ def test_t5_buckets_are_those_of_transformers():
 
 
 def test_t5_table_holds_every_distance():
-    table, offset = mods.t5_table(WEIGHT, 5, 9, first_query=4)
+    table, zero = mods.t5_table(WEIGHT, 5, 9, offset=3)
     assert table.shape == (HEADS, 13)
     for i in range(5):
         for j in range(9):
-            bucket = mods.t5_buckets(np.array(j - (i + 4)), 32)
-            np.testing.assert_array_equal(table[:, j - i + offset], WEIGHT[bucket])
+            bucket = mods.t5_buckets(np.array(j - (i + 3)), 32)
+            np.testing.assert_array_equal(table[:, j - i + zero], WEIGHT[bucket])
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: mods.sliding_window(-1, 0), "left must be at least 0"),
-        (lambda: mods.sliding_window(0, -2), "right must be at least 0"),
-        (lambda: mods.dilated_window(1, 1, 0), "dilation must be at least 1, got 0"),
+        (lambda: mods.sliding_window(-1, 0), "left must be an int >= 0, got -1"),
+        (lambda: mods.sliding_window(0, -2), "right must be an int >= 0, got -2"),
+        (lambda: mods.dilated_window(1, 1, 0), "dilation must be an int >= 1, got 0"),
         (lambda: mods.softcap(0.0), "cap must be positive and finite, got 0.0"),
         (lambda: mods.softcap(np.inf), "cap must be positive and finite, got inf"),
     ],
@@ -187,6 +187,11 @@ def test_t5_table_holds_every_distance():
 def test_ready_made_check_their_numbers(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_window_has_whole_radii():
+    with pytest.raises(TypeError, match="left must be an int >= 0, got float"):
+        mods.sliding_window(1.5, None)
 
 
 TARGETS = {

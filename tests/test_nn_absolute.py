@@ -116,7 +116,7 @@ ERRORS = {
     "dim": (
         lambda: positions.sinusoidal([1], 0),
         ValueError,
-        "dim must be at least 1, got 0",
+        "dim must be an int >= 1, got 0",
     ),
     "base": (
         lambda: positions.sinusoidal([1], 4, base=-1),

@@ -275,8 +275,8 @@ ERRORS = {
         TypeError,
         "dtype must be float16, bfloat16, float32 or float64, got int64",
     ),
-    "heads": (lambda: nn.KVCache(0, 4), ValueError, "heads_kv must be at least 1, got 0"),
-    "left": (lambda: small(left=-1), ValueError, "left must be at least 0, got -1"),
+    "heads": (lambda: nn.KVCache(0, 4), ValueError, "heads_kv must be an int >= 1, got 0"),
+    "left": (lambda: small(left=-1), ValueError, "left must be an int >= 0, got -1"),
     "truncate": (lambda: small().truncate(1), ValueError, "seqlen must lie from 0 to 0, got 1"),
     "truncate-left": (
         lambda: full(left=10).truncate(2000),

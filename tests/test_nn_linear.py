@@ -18,9 +18,17 @@ def test_linear(shape, bias, dtype, rng):
     check_budget(nn.linear(x, weights), linear_formula, x, weights)
 
 
-def test_repr_does_not_hold_the_numbers(rng):
-    weights = make_linear(rng, 11, 5, "float32", True)
-    assert repr(weights) == "LinearWeights((11, 5), bias, float32)"
+def test_reprs_do_not_hold_the_numbers(rng):
+    qkv, out = make_linear(rng, 12, 4, "float32", True), make_linear(rng, 4, 4, "float32", False)
+    text = "LinearWeights(weight=float32 (12, 4), bias=float32 (12,))"
+    assert repr(qkv) == text
+    heads = nn.MultiHeadWeights(qkv, out, 2, sinks=np.zeros(2, np.float32))
+    text = f"qkv={text}, out=LinearWeights(weight=float32 (4, 4)), num_heads=2, sinks=float32 (2,)"
+    assert repr(heads) == f"MultiHeadWeights({text})"
+    norm = nn.LayerNormWeights(np.ones(4), eps=1e-6)
+    assert repr(norm) == "LayerNormWeights(weight=float64 (4,), eps=1e-06)"
+    rotation = nn.positions.Rope(8).rotation(np.arange(3))
+    assert repr(rotation) == "Rotation(cos=float32 (3, 4), sin=float32 (3, 4))"
 
 
 # --- errors -------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ ERRORS = {
     "num-heads": (
         lambda: multihead(num_heads=0),
         ValueError,
-        "num_heads must be at least 1, got 0",
+        "num_heads must be an int >= 1, got 0",
     ),
     "qkv-rows": (
         lambda: multihead(num_heads=5),
@@ -87,7 +87,7 @@ ERRORS = {
     "num-heads-kv": (
         lambda: nn.MultiHeadWeights(multihead().qkv, multihead().out, 2, 0),
         ValueError,
-        "num_heads_kv must be at least 1, got 0",
+        "num_heads_kv must be an int >= 1, got 0",
     ),
     "groups": (
         lambda: nn.MultiHeadWeights(multihead().qkv, multihead().out, 4, 3),

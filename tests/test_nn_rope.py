@@ -172,11 +172,6 @@ ERRORS = {
         ValueError,
         "cos and sin must have the same shape, got (5, 4) and (5, 3)",
     ),
-    "rotary-dim": (
-        lambda: turn(rotary_dim=6),
-        ValueError,
-        "rotary_dim must be twice the width of cos, 8, got 6",
-    ),
     "width": (
         lambda: turn(cos=(5, 5)),
         ValueError,

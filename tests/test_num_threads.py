@@ -72,12 +72,12 @@ def test_num_threads_is_per_task():
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (0, ValueError, "num_threads must be at least 1, got 0"),
-        (-2, ValueError, "num_threads must be at least 1, got -2"),
-        (1.0, TypeError, "num_threads must be an int, got 1.0"),
-        ("2", TypeError, "num_threads must be an int, got '2'"),
-        (None, TypeError, "num_threads must be an int, got None"),
-        (True, TypeError, "num_threads must be an int, got True"),
+        (0, ValueError, "num_threads must be an int >= 1, got 0"),
+        (-2, ValueError, "num_threads must be an int >= 1, got -2"),
+        (1.0, TypeError, "num_threads must be an int >= 1, got float"),
+        ("2", TypeError, "num_threads must be an int >= 1, got str"),
+        (None, TypeError, "num_threads must be an int >= 1, got NoneType"),
+        (True, TypeError, "num_threads must be an int >= 1, got bool"),
     ],
     ids=repr,
 )

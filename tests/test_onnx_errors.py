@@ -77,14 +77,14 @@ ATTENTION = [
 ]
 PACKED = [
     ({"q_num_heads": None}, ValueError, "q_num_heads must be given where Q has rank 3, got None"),
-    ({"kv_num_heads": 0}, ValueError, "kv_num_heads must be an int > 0, got 0"),
-    ({"kv_num_heads": 2.0}, TypeError, "kv_num_heads must be an int > 0, got float"),
+    ({"kv_num_heads": 0}, ValueError, "kv_num_heads must be an int >= 1, got 0"),
+    ({"kv_num_heads": 2.0}, TypeError, "kv_num_heads must be an int >= 1, got float"),
     ({"q_num_heads": 3}, ValueError, "q_num_heads must divide the last axis of Q, got 3 and (2, 3"),
     ({"kv_num_heads": 3}, ValueError, "kv_num_heads must divide the last axis of K, got 3 and (2"),
 ]
 ROTARY = [
     ({"X": ones(3, 8)}, ValueError, "X must have rank 3 or 4, got shape (3, 8)"),
-    ({"X": ones(2, 3, 32)}, ValueError, "num_heads must be an int > 0, got 0"),
+    ({"X": ones(2, 3, 32)}, ValueError, "num_heads must be an int >= 1, got 0"),
     ({"X": ones(2, 3, 32), "num_heads": 3}, ValueError, "num_heads must divide the last axis of X"),
     ({"X": ones(2, 4, 3, 8, dtype=HALF)}, TypeError, "cos_cache must have the dtype of X, float16"),
     ({"cos_cache": ones(6, 3)}, ValueError, "cos_cache must have shape (positions, 4), got (6, 3)"),

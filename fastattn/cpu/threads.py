@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
-import operator
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
 
+from ..arguments import count
 from ..machine import default_num_threads
 
 # With more pool threads, one that shares its CPU costs less than moving all of them.
@@ -46,7 +46,7 @@ def set_num_threads(n: int) -> None:
     ValueError   n is less than 1
     """
     global _limit
-    _limit = _checked(n)
+    _limit = count("num_threads", n, 1)
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def num_threads(n: int) -> Iterator[None]:
 
     Raises as set_num_threads does.
     """
-    token = _scope.set(_checked(n))
+    token = _scope.set(count("num_threads", n, 1))
     try:
         yield
     finally:
@@ -69,18 +69,6 @@ def lend(run: Callable[[Callable[[], object], int], object] | None) -> None:
     have ended; it passes errors on.
     """
     _this_thread.lender = run
-
-
-def _checked(n: int) -> int:
-    try:
-        count = operator.index(n)
-    except TypeError:
-        count = None
-    if count is None or isinstance(n, bool):
-        raise TypeError(f"num_threads must be an int, got {n!r}")
-    if count < 1:
-        raise ValueError(f"num_threads must be at least 1, got {count}")
-    return count
 
 
 class _Share:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from dask.utils import parse_bytes
 
-from ..arguments import integer
+from ..arguments import count, integer
 from ..arrays import FLOAT_RULE, NAMES, check_sizes, float_name
 
 # Multiples of this keep the places where the kernel's running softmax starts anew.
@@ -94,8 +94,8 @@ def suggest_chunks(
         whole = all(a == b for a, b in zip(chosen, (heads_kv, *reversed(lead)), strict=False))
         wanted = LEAST_FLOP / max(sizes.flop(n) * shared, 1)
         fits = budget // (sizes.nbytes(n) * shared)
-        count = min(size, int(fits), ceil(wanted)) if whole else 1
-        chosen.append(max(count, 1))
+        number = min(size, int(fits), ceil(wanted)) if whole else 1
+        chosen.append(max(number, 1))
         shared *= chosen[-1]
     rows, keys = sizes.lengths(n)
     heads, *batch = chosen
@@ -128,10 +128,7 @@ def _sizes_of(
 
 def _budget(memory: int | str, threads: int) -> int:
     """Return the bytes that one task may use."""
-    count = integer("threads must be an int >= 1", threads)
-    if count < 1:
-        raise ValueError(f"threads must be an int >= 1, got {count}")
-    return int(parse_bytes(memory) * SHARE / count)
+    return int(parse_bytes(memory) * SHARE / count("threads", threads, 1))
 
 
 def _length(sizes: _Sizes, budget: int) -> int:
@@ -152,5 +149,5 @@ def _length(sizes: _Sizes, budget: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if allowed(middle * step) else (low, middle)
     # The same number of chunks, of one size as far as that goes.
-    count = ceil(longest / (low * step))
-    return ceil(longest / (count * step)) * step
+    number = ceil(longest / (low * step))
+    return ceil(longest / (number * step)) * step

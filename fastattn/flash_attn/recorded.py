@@ -27,9 +27,11 @@ def attend_recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Te
         given = options | sinks | {"return_lse": True, "out": out.transpose(1, 2)}
         return out, attention(first, second, third, **given)[1]
 
-    def backward(dout: Tensor, *tensors: Tensor, lse: Tensor, **sinks: Any) -> list[Tensor]:
-        heads_first = (t.transpose(1, 2) for t in (dout, *tensors))
-        found = attention_backward(*heads_first, lse, **options, **slopes, **sinks)
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **sinks: Any
+    ) -> list[Tensor]:
+        dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+        found = attention_backward(dout, q, k, v, out, lse, **options, **slopes, **sinks)
         return [*(t.transpose(1, 2) for t in found[:3]), *found[3:]]
 
     return _record(forward, backward, (q, k, v), options)
@@ -45,9 +47,11 @@ def attend_packed_recorded(
         given = options | sinks | {"return_lse": True}
         return attention_varlen(q, k, v, edges_q, edges_k, **given)
 
-    def backward(dout: Tensor, *tensors: Tensor, lse: Tensor, **sinks: Any) -> Any:
-        lengths = lse, edges_q, edges_k
-        return attention_varlen_backward(dout, *tensors, *lengths, **options, **slopes, **sinks)
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **sinks: Any
+    ) -> Any:
+        more = options | slopes | sinks
+        return attention_varlen_backward(dout, q, k, v, out, lse, edges_q, edges_k, **more)
 
     return _record(forward, backward, (q, k, v), options)
 
@@ -72,7 +76,7 @@ def _record(
 
 
 class _Recorded(torch.autograd.Function):
-    """forward(q, k, v, sinks=) -> (out, lse), and backward(dout, q, k, v, out, lse=, sinks=,
+    """forward(q, k, v, sinks=) -> (out, lse), and backward(dout, q, k, v, out, lse, sinks=,
     return_dsinks=) -> their gradients.
     """
 
@@ -93,7 +97,7 @@ class _Recorded(torch.autograd.Function):
         sinks: dict[str, Any] = _sinks(tensors)
         if sinks:
             sinks["return_dsinks"] = True
-        return None, None, *ctx.backward_of(dout, *tensors[:3], out, lse=lse, **sinks)
+        return None, None, *ctx.backward_of(dout, *tensors[:3], out, lse, **sinks)
 
 
 def _sinks(tensors: Any) -> dict[str, Tensor]:

@@ -84,12 +84,12 @@ def activate(
     return out
 
 
-def relu(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "auto") -> np.ndarray:
+def relu(x: np.ndarray, *, out: np.ndarray | None = None, backend: str = "auto") -> np.ndarray:
     """Return max(x, 0), NaN where x is NaN. Arguments and errors as in activate()."""
     return activate("relu", x, out=out, backend=backend)
 
 
-def gelu(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "auto") -> np.ndarray:
+def gelu(x: np.ndarray, *, out: np.ndarray | None = None, backend: str = "auto") -> np.ndarray:
     """Return x Phi(x), Phi the distribution function of the standard normal: the erf form.
 
     Arguments and errors as in activate(). It is max(x, 0) - |x| Phi(-|x|), so that nothing cancels
@@ -98,7 +98,7 @@ def gelu(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "auto")
     return activate("gelu", x, out=out, backend=backend)
 
 
-def gelu_tanh(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "auto") -> np.ndarray:
+def gelu_tanh(x: np.ndarray, *, out: np.ndarray | None = None, backend: str = "auto") -> np.ndarray:
     """Return x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))) / 2: GPT-2's form of gelu.
 
     Arguments and errors as in activate().
@@ -106,7 +106,7 @@ def gelu_tanh(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "a
     return activate("gelu_tanh", x, out=out, backend=backend)
 
 
-def silu(x: np.ndarray, out: np.ndarray | None = None, *, backend: str = "auto") -> np.ndarray:
+def silu(x: np.ndarray, *, out: np.ndarray | None = None, backend: str = "auto") -> np.ndarray:
     """Return x / (1 + exp(-x)), also called swish. Arguments and errors as in activate()."""
     return activate("silu", x, out=out, backend=backend)
 

@@ -15,12 +15,16 @@ import numpy as np
 
 from ..api import attention
 from ..backward import attention_backward
+from ..signatures import passing_keywords_to
 from .activations import activate, check_activation
 from .linear import LinearWeights, check_float_array, check_like, check_tokens, linear
 from .multihead import core_mask, join_heads, project_heads
 from .multihead_weights import MultiHeadWeights
 from .norms import LayerNormWeights, NormWeights, add_norm
 from .transformer import TransformerLayerWeights
+
+# Keywords of attention() that make no sense here.
+FOREIGN = ("block_table", "return_lse", "out")
 
 
 def linear_backward(
@@ -108,6 +112,7 @@ def activate_backward(name: str, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
         return dy * SLOPES[name](np.clip(x, -FAR, FAR))
 
 
+@passing_keywords_to(attention, *FOREIGN)
 def multihead_attention_backward(
     dy: np.ndarray,
     x: np.ndarray,
@@ -123,7 +128,7 @@ def multihead_attention_backward(
     ----------
     dy : array like x, the gradient by the result
     x, weights, key_mask, backend : as in multihead_attention(). weights.extra must be None.
-    options : those of fastattn.attention_backward: causal, scale, window, bias, mask, ...
+    options : others of fastattn.attention: causal, scale, window, bias, mask, ...
 
     Returns
     -------
@@ -139,6 +144,7 @@ def multihead_attention_backward(
     return _heads_backward(dy, x, weights, _attend(x, weights, options), options)
 
 
+@passing_keywords_to(attention, *FOREIGN)
 def transformer_layer_backward(
     dy: np.ndarray,
     x: np.ndarray,
@@ -146,14 +152,15 @@ def transformer_layer_backward(
     *,
     key_mask: np.ndarray | None = None,
     backend: str = "auto",
-    **attention: Any,
+    **options: Any,
 ) -> tuple[np.ndarray, TransformerLayerWeights]:
     """Return the gradients by x and by the weights of transformer_layer().
 
     Parameters
     ----------
     dy : array like x, the gradient by the result
-    others : as in transformer_layer(), without those that multihead_attention_backward() lacks
+    x, weights : as in transformer_layer()
+    others : as in multihead_attention_backward()
 
     Returns
     -------
@@ -164,7 +171,7 @@ def transformer_layer_backward(
     ------
     As transformer_layer().
     """
-    options = _core_options(x, weights.attention, key_mask, backend, attention)
+    options = _core_options(x, weights.attention, key_mask, backend, options)
     _check_gradient(dy, x.shape, x.dtype)
     run = _pre_norm_backward if weights.norm_first else _post_norm_backward
     return run(dy, x, weights, options)
@@ -192,7 +199,7 @@ def _core_options(
 ) -> dict[str, Any]:
     """Return the arguments of attention() that the layer stands for."""
     if weights.extra is not None:
-        raise NotImplementedError("weights.extra must be None: it has no gradient yet")
+        raise NotImplementedError("weights.extra must be None, as it has no gradient here, got one")
     options = options | {"backend": backend}
     if key_mask is not None:
         visible = core_mask(key_mask, x.shape[:-1])

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..api import attention
+from ..arguments import count
 from ..arrays import FLOAT_RULE, float_name
 from ..plan import SPLIT_N
 from ..signatures import passing_keywords_to
@@ -64,9 +65,8 @@ class KVCache:
     ) -> None:
         sizes = {"heads_kv": heads_kv, "reserve": reserve, "capacity": capacity, "left": left}
         for name, size in sizes.items():
-            low = 0 if name == "left" else 1
-            if size is not None and size < low:
-                raise ValueError(f"{name} must be at least {low}, got {size}")
+            if size is not None:
+                count(name, size, 0 if name == "left" else 1)
         if not float_name(np.dtype(dtype)):
             raise TypeError(f"dtype must be {FLOAT_RULE}, got {np.dtype(dtype)}")
         self.capacity, self.left = capacity, left

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -51,8 +52,27 @@ def check_tokens(x: np.ndarray, weight: np.ndarray, name: str = "x") -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearWeights:
+class Record:
+    """A dataclass whose repr has shapes in place of arrays, and nothing that is as by default."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        pairs = ((f, getattr(self, f.name)) for f in fields(self) if f.init)  # type: ignore[arg-type]
+        given = (f"{f.name}={_shown(value)}" for f, value in pairs if value is not f.default)
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return repr(value)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LinearWeights(Record):
     """Parameters of linear(): weight (out_features, in_features), bias (out_features,) or None."""
 
     weight: np.ndarray
@@ -66,10 +86,6 @@ class LinearWeights:
             )
         if self.bias is not None:
             check_vector("bias", self.bias, self.weight.shape[0], self.weight.dtype)
-
-    def __repr__(self) -> str:
-        kind = "no bias" if self.bias is None else "bias"
-        return f"LinearWeights({self.weight.shape}, {kind}, {self.weight.dtype})"
 
 
 def linear(x: np.ndarray, weights: LinearWeights) -> np.ndarray:

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .linear import LinearWeights, check_float_array
+from ..arguments import count
+from .linear import LinearWeights, Record, check_float_array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MultiHeadWeights:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class MultiHeadWeights(Record):
     """Parameters of multihead_attention().
 
     qkv : weight ((num_heads + 2 * num_heads_kv) * head_dim, model_dim): the rows of q, then of k,
@@ -44,8 +45,8 @@ class MultiHeadWeights:
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_heads_kv"):
             heads = getattr(self, name)
-            if heads is not None and heads < 1:
-                raise ValueError(f"{name} must be at least 1, got {heads}")
+            if heads is not None:
+                count(name, heads, 1)
         if self.num_heads % self.heads_kv:
             rule = "num_heads must be a multiple of num_heads_kv"
             raise ValueError(f"{rule}, got {self.num_heads} and {self.heads_kv}")

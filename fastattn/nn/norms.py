@@ -9,11 +9,11 @@ from typing import ClassVar
 import numpy as np
 
 from .compiled import compiled
-from .linear import check_float_array, check_like, check_tokens, check_vector
+from .linear import Record, check_float_array, check_like, check_tokens, check_vector
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerNormWeights:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LayerNormWeights(Record):
     """Parameters of layer_norm(): weight and bias (features,), eps added to the variance."""
 
     function: ClassVar[str] = "layer_norm"
@@ -27,8 +27,8 @@ class LayerNormWeights:
             check_vector("bias", self.bias, self.weight.shape[0], self.weight.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RMSNormWeights:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RMSNormWeights(Record):
     """Parameters of rms_norm(): weight (features,), eps added to the mean of the squares."""
 
     function: ClassVar[str] = "rms_norm"
@@ -46,8 +46,8 @@ NormWeights = LayerNormWeights | RMSNormWeights
 def layer_norm(
     x: np.ndarray,
     weights: LayerNormWeights,
-    out: np.ndarray | None = None,
     *,
+    out: np.ndarray | None = None,
     backend: str = "auto",
 ) -> np.ndarray:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias, per token.
@@ -62,7 +62,7 @@ def layer_norm(
 
 
 def rms_norm(
-    x: np.ndarray, weights: RMSNormWeights, out: np.ndarray | None = None, *, backend: str = "auto"
+    x: np.ndarray, weights: RMSNormWeights, *, out: np.ndarray | None = None, backend: str = "auto"
 ) -> np.ndarray:
     """Return x / sqrt(mean of the squares + eps) * weight, per token.
 

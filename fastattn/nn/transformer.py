@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from ..signatures import passing_keywords_to
 from .activations import activate, check_activation
-from .linear import LinearWeights, linear
+from .linear import LinearWeights, Record, linear
 from .multihead import multihead_attention
 from .multihead_weights import MultiHeadWeights
 from .norms import NormWeights, add_norm
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TransformerLayerWeights:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TransformerLayerWeights(Record):
     """Parameters of transformer_layer().
 
     attention, attention_norm : of the attention and of its normalisation
@@ -66,8 +67,9 @@ class TransformerLayerWeights:
                 )
 
 
+@passing_keywords_to(multihead_attention)
 def transformer_layer(
-    x: np.ndarray, weights: TransformerLayerWeights, *, backend: str = "auto", **attention: Any
+    x: np.ndarray, weights: TransformerLayerWeights, *, backend: str = "auto", **options: Any
 ) -> np.ndarray:
     """Return one transformer layer of x.
 
@@ -79,7 +81,7 @@ def transformer_layer(
     x : (..., tokens, model_dim), dtype of the weights
     weights : TransformerLayerWeights
     backend : "auto", "numpy" or "cpu", as in fastattn.attention
-    **attention : causal, key_mask and the other keywords of multihead_attention
+    options : causal, key_mask and the other keywords of multihead_attention
 
     Returns
     -------
@@ -100,12 +102,12 @@ def transformer_layer(
     """
     attention_norm, mlp_norm, down = weights.attention_norm, weights.mlp_norm, weights.down
     if not weights.norm_first:
-        y = multihead_attention(x, weights.attention, backend=backend, **attention)
+        y = multihead_attention(x, weights.attention, backend=backend, **options)
         x = add_norm(y, attention_norm, residual=x, out=y, backend=backend)
         y = linear(_hidden(x, weights, backend), LinearWeights(down.weight))
         return add_norm(y, mlp_norm, bias=down.bias, residual=x, out=y, backend=backend)
     y = add_norm(x, attention_norm, backend=backend)
-    y = multihead_attention(y, weights.attention, backend=backend, **attention)
+    y = multihead_attention(y, weights.attention, backend=backend, **options)
     normed = add_norm(y, mlp_norm, residual=x, total=y, backend=backend)
     y += linear(_hidden(normed, weights, backend), down)
     return y

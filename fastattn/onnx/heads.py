@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import integer
+from ..arguments import count
 from ..arrays import FLOAT_RULE, float_name
 from ..kinds import numpy_view
 
@@ -31,10 +31,7 @@ def count_of(name: str, heads: Any, owner: str) -> int:
     """Return the number of heads in packed arrays, the attribute `name`."""
     if heads is None:
         raise ValueError(f"{name} must be given where {owner} has rank 3, got None")
-    count = integer(f"{name} must be an int > 0", heads)
-    if count <= 0:
-        raise ValueError(f"{name} must be an int > 0, got {count}")
-    return count
+    return count(name, heads, 1)
 
 
 def split(name: str, a: np.ndarray, rule: str, heads: int) -> np.ndarray:

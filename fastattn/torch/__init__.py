@@ -3,7 +3,7 @@
 try:
     import torch as _torch  # noqa: F401
 except ImportError:
-    message = "fastattn.torch needs torch, which is not installed: pip install fastattn[torch]"
+    message = "fastattn.torch needs torch, which is not installed: pip install 'fastattn[torch]'"
     raise ImportError(message) from None
 
 from ..errors import ArgumentError, ArgumentTypeError

@@ -109,10 +109,9 @@ def _dense(
     if trial.kind not in BACKWARD:
         return {"out": out, "lse": lse}
     names = _wanted(flags)
-    others = {f"return_{name}": True for name in names[3:]}
-    found = attention_backward(
-        x.dout, *arrays, out, lse, dlse=x.dlse, **flags, **others, backend=backend
-    )
+    flags = flags | {f"return_{name}": True for name in names[3:]}
+    q, k, v = arrays
+    found = attention_backward(x.dout, q, k, v, out, lse, dlse=x.dlse, **flags, backend=backend)
     return dict(zip(names, found, strict=True))
 
 
@@ -144,10 +143,9 @@ def _packed(
         return {"out": _padded(out, rows, x.dout.shape), "lse": lse}
     dlse = _rows(x.dlse[..., None], rows)[..., 0].T
     names = _wanted(flags)
-    others = {f"return_{name}": True for name in names[3:]}
-    found = attention_varlen_backward(
-        dout, q, k, v, out, lse, *edges, dlse=dlse, **flags, **others, backend=backend
-    )
+    flags = flags | {f"return_{name}": True for name in names[3:]}
+    given = dout, q, k, v, out, lse, *edges
+    found = attention_varlen_backward(*given, dlse=dlse, **flags, backend=backend)
     lengths = (rows, members, members)
     main = map(_padded, found, lengths, [a.shape for a in x.arrays])
     return dict(zip(names, [*main, *found[3:]], strict=True))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ...arguments import count
 from ..linear import check_float_array
 from .integers import positions_of
 from .scaling import check_positive
@@ -39,8 +40,7 @@ def sinusoidal(
     ----------
     Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762, section 3.5.
     """
-    if dim < 1:
-        raise ValueError(f"dim must be at least 1, got {dim}")
+    count("dim", dim, 1)
     check_positive("base", base)
     where = positions_of("positions", positions)
     angles = where[..., None] * float(base) ** (-np.arange(0, dim, 2) / dim)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import mods
+from ...arguments import count
 from ..linear import check_float_array
 
 _T5_BIAS = mods.t5_bias()  # one function for all calls: it is traced once
@@ -30,8 +31,7 @@ def alibi_slopes(num_heads: int, dtype: Any = np.float32) -> np.ndarray:
     Press et al. 2022, Train Short, Test Long, arXiv:2108.12409, section 3, and its published code
     for numbers of heads that are not powers of two.
     """
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    count("num_heads", num_heads, 1)
     below = 1 << (num_heads.bit_length() - 1)
     slopes = _slopes_of_power(below)
     more = _slopes_of_power(2 * below)[::2][: num_heads - below]
@@ -49,7 +49,7 @@ def t5_arguments(
     *,
     bidirectional: bool = True,
     max_distance: int = 128,
-    first_query: int = 0,
+    offset: int | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of fastattn.attention() that add T5's relative bias to the scores.
 
@@ -61,7 +61,7 @@ def t5_arguments(
     seqlen_q, seqlen_k : int. Of the call that gets the arguments.
     bidirectional : bool. True in the encoder, False in the decoder.
     max_distance : int. Distances from here on share the last bucket.
-    first_query : int. Position of query 0 among the keys: cache.seqlen.
+    offset : int. Position of query 0 among the keys. Default seqlen_k - seqlen_q.
 
     Returns
     -------
@@ -74,14 +74,12 @@ def t5_arguments(
     check_float_array("weight", weight)
     if weight.ndim != 2:
         raise ValueError(f"weight must have shape (num_buckets, num_heads), got {weight.shape}")
-    if first_query < 0:
-        raise ValueError(f"first_query must be at least 0, got {first_query}")
     table = mods.t5_table(
         weight,
         seqlen_q,
         seqlen_k,
         bidirectional=bidirectional,
         max_distance=max_distance,
-        first_query=first_query,
+        offset=offset,
     )
     return {"score_mod": _T5_BIAS, "aux": table}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..compiled import compiled
-from ..linear import check_float_array
+from ..linear import Record, check_float_array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rotation:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Rotation(Record):
     """The angles of some tokens: what Rope.rotation() returns and apply_rotary() takes.
 
     cos, sin : (tokens, rotary_dim / 2), the attention factor multiplied in; leading axes broadcast
@@ -23,7 +23,7 @@ class Rotation:
     interleaved: bool = False
 
     def apply(
-        self, x: np.ndarray, out: np.ndarray | None = None, backend: str = "auto"
+        self, x: np.ndarray, *, out: np.ndarray | None = None, backend: str = "auto"
     ) -> np.ndarray:
         """Return apply_rotary() of x (..., tokens, head_dim); out may be x itself."""
         return apply_rotary(
@@ -37,7 +37,6 @@ def apply_rotary(
     sin: np.ndarray,
     *,
     interleaved: bool = False,
-    rotary_dim: int | None = None,
     out: np.ndarray | None = None,
     backend: str = "auto",
 ) -> np.ndarray:
@@ -48,12 +47,11 @@ def apply_rotary(
     x : (..., tokens, head_dim) float32 or float64
         Queries or keys, with the heads before the tokens.
     cos, sin : (tokens, rotary_dim / 2), dtype of x
-        Of each token's angles. Leading axes broadcast to those of x.
+        Of each token's angles. Leading axes broadcast to those of x. Only the first rotary_dim
+        features of a head are turned.
     interleaved : bool
         Pairs are features (2t, 2t + 1), as in GPT-J and in GGUF files of Llama models; else they
         are (t, t + rotary_dim / 2), as in GPT-NeoX and in Hugging Face's Llama.
-    rotary_dim : int. The first features of x, which are turned; the others stay as they are.
-        Default, and only possible value: twice the width of cos. Say it to have it checked.
     out : array like x, written in place; may be x itself, else must not overlap it.
     backend : "auto", "numpy" or "cpu", as in fastattn.attention. Both give the same bits.
 
@@ -71,7 +69,7 @@ def apply_rotary(
     ----------
     Su et al. 2021, RoFormer, arXiv:2104.09864, equation 34.
     """
-    rotary_dim = _check_rotary(x, cos, sin, rotary_dim)
+    rotary_dim = _check_rotary(x, cos, sin)
     fresh = out is None
     if out is None:
         out = np.empty(x.shape, x.dtype)
@@ -100,7 +98,7 @@ def _pairs(x: np.ndarray, rotary_dim: int, interleaved: bool) -> tuple[np.ndarra
     return x[..., : rotary_dim // 2], x[..., rotary_dim // 2 : rotary_dim]
 
 
-def _check_rotary(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int | None) -> int:
+def _check_rotary(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> int:
     """Return rotary_dim, or raise."""
     for name, array in (("x", x), ("cos", cos), ("sin", sin)):
         check_float_array(name, array)
@@ -111,8 +109,6 @@ def _check_rotary(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: i
     if cos.shape != sin.shape:
         raise ValueError(f"cos and sin must have the same shape, got {cos.shape} and {sin.shape}")
     wide = 2 * cos.shape[-1]
-    if rotary_dim is not None and rotary_dim != wide:
-        raise ValueError(f"rotary_dim must be twice the width of cos, {wide}, got {rotary_dim}")
     if wide > x.shape[-1]:
         raise ValueError(
             f"cos must have at most half the width of x, {x.shape}, got shape {cos.shape}"
