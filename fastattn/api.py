@@ -141,17 +141,16 @@ def attention(
     if type(q) is not np.ndarray:
         q, k, v = array_view("q", q), array_view("k", k), array_view("v", v)
     arrays: Any = (q, k, v, mask, bias)
-    key = None
+    key = None  # of calls that may be repeated: see repeat.py
     no_lengths = kv_len is kv_start is block_table is None
     no_modifiers = score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux
     no_dropout = type(dropout_p) is float and dropout_p == 0
     on_host = given is q or not any(map(is_device_view, arrays[:3]))
-    plain = alibi is sinks is q_len is out is None and no_modifiers and no_dropout
-    if on_host and plain:
+    if on_host and alibi is sinks is q_len is out is None and no_modifiers and no_dropout:
         numbers = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed)
         lengths = repeat.NO_LENGTHS if no_lengths else Lengths(kv_len, kv_start, block_table)
         key = repeat.key_of(arrays, (*numbers, return_lse, backend), window, lengths)
-        found = None if key is None else repeat.answer(key, arrays, align, lengths)
+        found = repeat.answer(key, arrays, align, lengths)
         if found is not None:
             if given is not q:
                 found = like(given, found[0]), like(given, found[1])
@@ -188,13 +187,10 @@ def attention(
     result, lse = operands.out, operands.lse
     if result.ndim == 3 and np.ndim(q) == np.ndim(k) == np.ndim(v) == 2:
         result, lse = result[0], None if lse is None else lse[0]
-    if key is not None and chosen is not None:
-        repeat.keep(key, arrays, chosen, operands, result.shape)
-    if given is not q:
-        result, lse = result if out is not None else like(given, result), like(given, lse)
-    if out is not None:
-        result = out
-    return (result, lse) if return_lse else result
+    repeat.keep(key, arrays, chosen, operands, result.shape)
+    if out is None:
+        out = like(given, result)
+    return (out, like(given, lse)) if return_lse else out
 
 
 def attention_varlen(

@@ -79,6 +79,13 @@ def integers(name: str, rule: str, a: Any) -> np.ndarray:
     return array
 
 
+def all_below(stop: int, indices: np.ndarray) -> bool:
+    """Whether int64 indices lie from 0 to stop - 1, in one pass: read without their signs, negative
+    ones lie past all others.
+    """
+    return not np.count_nonzero(indices.view(np.uint64) >= stop)
+
+
 def same_arrays(names: tuple[str, ...], values: tuple[Any, ...]) -> list[np.ndarray]:
     """Return plain float arrays, all of one shape and dtype."""
     arrays = [numpy_view(name, a) for name, a in zip(names, values, strict=True)]
@@ -193,9 +200,8 @@ def broadcast(name: str, a: np.ndarray, scores: tuple[int, ...], has_heads: bool
 def slopes_of(alibi: Any, lead: tuple[int, ...], heads_q: int, dtype: str) -> np.ndarray:
     """Return (*lead, heads_q) in `dtype`, stride 0 where it broadcasts."""
     alibi = _per_head("alibi", alibi, dtype)
-    if (
-        not is_device_view(alibi) and not np.isfinite(alibi).all()
-    ):  # an infinite slope times a distance of 0 has no value
+    # An infinite slope times a distance of 0 has no value.
+    if not is_device_view(alibi) and not np.isfinite(alibi).all():
         raise ValueError(f"alibi must be finite, got {alibi[~np.isfinite(alibi)][0]}")
     if alibi.ndim and alibi.shape[-1] == heads_q:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .arguments import ranges_of
-from .arrays import Names, integers
+from .arrays import Names, all_below, integers
 
 TABLE_RULE = "an array of ints of shape (..., max_pages)"
 # Plans are made for whole steps of keys, or a cache that grows by one key a call would want a new
@@ -101,8 +101,7 @@ def used_pages(
     table = table.reshape(len(ranges), table.shape[-1])[:, :columns]
     if table.dtype != object:
         found = table.astype(np.int64, order="C")
-        # Read without their signs, negative ones lie past all others.
-        if not np.count_nonzero(found.view(np.uint64) >= num_pages):
+        if all_below(num_pages, found):
             return found
     starts, stops = ranges[:, 1:2], ranges[:, 2:3]
     first = np.arange(columns) * page_size  # keys

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import dropout
-from .api import run as run_forward
 from .backward import finished
 from .backward import run as run_backward
 from .check import check
 from .check_backward import check_backward
+from .launch import run as run_forward
 from .modifier import Modifier
 from .problem import Operands, Problem
 from .trace import Traced, TracedArray, recorded

@@ -90,10 +90,13 @@ def ranges_and_table(
 
 
 def answer(
-    key: Key, arrays: tuple[Any, ...], align: Any, lengths: Lengths
+    key: Key | None,
+    arrays: tuple[Any, ...],
+    align: Any = "bottom_right",
+    lengths: Lengths = NO_LENGTHS,
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
     """(out, lse or None) of a call, if one like it has been made before."""
-    known = _known.get(key)
+    known = find(key)
     if known is None:
         return None
     if lengths is NO_LENGTHS:
@@ -103,12 +106,16 @@ def answer(
 
 
 def keep(
-    key: Key, arrays: tuple[Any, ...], plan: Plan, operands: Operands, shape: tuple[int, ...]
+    key: Key | None,
+    arrays: tuple[Any, ...],
+    plan: Plan | None,
+    operands: Operands,
+    shape: tuple[int, ...],
 ) -> None:
-    """Keep a call that has been answered by a result of `shape`, unless check() copied an array or
-    made views of the keys that its lengths name.
+    """Keep a call that has been answered by a result of `shape`, if it is to be kept and needed a
+    plan, unless check() copied an array or made views of the keys that its lengths name.
     """
-    if plan.backend != "cpu" or operands.out.ndim > 4:
+    if key is None or plan is None or plan.backend != "cpu" or operands.out.ndim > 4:
         return
     if (key[0] is None) != (operands.ranges is None):
         return

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import repeat
-from ..api import run
 from ..arguments import flag, per_batch
 from ..arrays import NAMES as CORE_NAMES
 from ..arrays import canonical, integers
 from ..check import check
 from ..errors import raising_argument_errors
 from ..kinds import is_tensor, like, numpy_view
+from ..launch import run
 from ..problem import Operands, Problem
 from ..repeat import Lengths
 from .arguments import NAMES, NO_WINDOW, check_batch, tokens_first, window_of
@@ -147,9 +147,7 @@ def _attend(
     if found is not None:
         return found[0].swapaxes(1, 2), None
     problem, operands = checked or _checked(views, lengths, options)
-    chosen = run(problem, operands, "auto")
-    if key is not None and chosen is not None:
-        repeat.keep(key, views, chosen, operands, operands.out.shape)
+    repeat.keep(key, views, run(problem, operands, "auto"), operands, operands.out.shape)
     return operands.out.swapaxes(1, 2), operands.lse
 
 

@@ -37,7 +37,7 @@ def signed_packed(
         raise ValueError("return_attn_probs must be False with dropout and block_table, got True")
     edges_q, edges_k = (np.asarray(numpy_view("cu_seqlens", e)) for e in (edges_q, edges_k))
     sizes = len(edges_q) - 1, rows.shape[1], np.diff(edges_q).max(), np.diff(edges_k).max()
-    found = np.zeros(sizes, np.float64 if rows.dtype == np.float64 else np.float32)
+    found = np.zeros(sizes, np.result_type(rows.dtype, np.float32))
     alibi = options.pop("alibi", None)
     slopes = None if alibi is None else np.broadcast_to(numpy_view("alibi", alibi), sizes[:2])
     for b in range(sizes[0]):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import FLOAT_RULE, float_name
-from ..nn.positions import apply_rotary
+from ..arrays import FLOAT_RULE, all_below, float_name
+from ..nn.positions import rotary
 
 Pair = tuple[np.ndarray, np.ndarray]
 NAMES = ("x", "cos", "sin")
@@ -33,11 +33,10 @@ def angles_at(cos: np.ndarray, sin: np.ndarray, positions: np.ndarray, name: str
     """Return the rows of both at positions (..., tokens) int64, for turned(); raise, with the name
     of cos, if there is no such row.
     """
-    # Read without their signs, negative ones lie past all others.
-    if np.count_nonzero(positions.view(np.uint64) >= len(cos)):
+    if not all_below(len(cos), positions):
         rule = f"{name} must have a row for each position from 0 to {positions.max()}"
         raise ValueError(f"{rule}, got {len(cos)} and positions from {positions.min()}")
-    dtype = compute_dtype(cos.dtype)
+    dtype = np.result_type(cos.dtype, np.float32)
     cos, sin = (table.take(positions, axis=0)[..., None, :] for table in (cos, sin))
     return cos.astype(dtype, copy=False), sin.astype(dtype, copy=False)
 
@@ -47,15 +46,5 @@ def turned(x: np.ndarray, angles: Pair, interleaved: bool) -> np.ndarray:
 
     Computed in float32, or float64 for float64, and rounded once.
     """
-    dtype = compute_dtype(x.dtype)
     # One angle for all heads of a token: to apply_rotary(), heads are the tokens of many rows.
-    out = apply_rotary(x.astype(dtype, copy=False), *angles, interleaved=interleaved)
-    if x.dtype == dtype:
-        return out
-    with np.errstate(over="ignore"):
-        return out.astype(x.dtype)
-
-
-def compute_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which arrays of this one are turned."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    return rotary.turned(x, *angles, interleaved=interleaved)

@@ -280,16 +280,13 @@ def _attend(
     if "kv_len" not in options:
         numbers = (options[name] for name in ("scale", "softcap", "causal", "align"))
         key = repeat.key_of(arrays, ("onnx", *numbers, backend, is_packed), options["window"])
-        known = repeat.find(key)
-        found = None if known is None else known.run(arrays)
+        found = repeat.answer(key, arrays)
         if found is not None:
             return found[0]
     check_backend(backend)
     named = {**options, "names": NAMES, "in_order_of_q": is_packed}
     problem, operands = check(*operands_given, **named)
-    chosen = run(problem, operands, backend)
-    if key is not None and chosen is not None:
-        repeat.keep(key, arrays, chosen, operands, operands.out.shape)
+    repeat.keep(key, arrays, run(problem, operands, backend), operands, operands.out.shape)
     return operands.out
 
 

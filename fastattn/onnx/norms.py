@@ -132,7 +132,7 @@ def _normalized(
 ) -> np.ndarray:
     """Return the norm over axes `first` and on, scaled and shifted, in `dtype`."""
     name, scale = named_scale
-    compute = np.dtype(np.float64 if np.float64 in (x.dtype, scale.dtype) else np.float32)
+    compute = np.result_type(x.dtype, scale.dtype, np.float32)
     parts = {name: scale} if b is None else {name: scale, "B": b}
     vectors = [_vector(part, a, x.shape, first, compute) for part, a in parts.items()]
     if not x.size:
@@ -173,7 +173,7 @@ def _vector(
 def _statistics(x: np.ndarray, first: int, epsilon: float) -> tuple[np.ndarray, np.ndarray]:
     """Return (Mean, InvStdDev) in float32."""
     axes = tuple(range(first, x.ndim))
-    wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32, copy=False)
+    wide = x.astype(np.result_type(x.dtype, np.float32), copy=False)
     count = wide.dtype.type(prod(x.shape[first:]))
     with np.errstate(all="ignore"):
         mean = wide.sum(axis=axes, keepdims=True) / count

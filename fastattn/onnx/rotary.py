@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arguments import integer
-from ..arrays import integers
-from ..nn.positions import apply_rotary
+from ..arrays import all_below, integers
+from ..nn.positions.rotary import turned
 from .heads import PACKED, check_rank, count_of, float_array, split
 
 if TYPE_CHECKING:
@@ -87,19 +87,13 @@ def _turned(
     backend: str,
 ) -> np.ndarray:
     """Return x turned; `heads` is its view (batch, heads, tokens, head_size)."""
-    dtype = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-    if x.dtype != dtype:
-        heads, cos, sin = (a.astype(dtype) for a in (heads, cos, sin))
+    cos, sin = (a.astype(np.result_type(x.dtype, np.float32), copy=False) for a in (cos, sin))
     if x.ndim == PACKED:
         # One angle for all heads of a token: to apply_rotary(), heads are the tokens of many rows.
         rows, cos, sin = heads.swapaxes(1, 2), cos[:, :, None], sin[:, :, None]
     else:
         rows, cos, sin = heads, cos[:, None], sin[:, None]
-    y = apply_rotary(rows, cos, sin, interleaved=interleaved, backend=backend).reshape(x.shape)
-    if x.dtype == dtype:
-        return y
-    with np.errstate(over="ignore"):
-        return y.astype(x.dtype)
+    return turned(rows, cos, sin, interleaved=interleaved, backend=backend).reshape(x.shape)
 
 
 def _pairs(rotary_embedding_dim: Any, head_size: int) -> int:
@@ -128,8 +122,7 @@ def _positions(position_ids: Any, tokens: tuple[int, int], positions: int) -> np
     at = integers("position_ids", "ints of shape (batch, tokens)", position_ids)
     if at.shape != tokens:
         raise ValueError(f"position_ids must have shape {tokens}, got {at.shape}")
-    # Read without their signs, negative ones lie past all others: one pass instead of two.
-    if np.count_nonzero(at.astype(np.int64).view(np.uint64) >= positions):
+    if not all_below(positions, at.astype(np.int64)):
         rule = f"position_ids must lie between 0 and {positions - 1}"
         raise ValueError(f"{rule}, got {at.min()} to {at.max()}")
     return at

@@ -91,6 +91,16 @@ def apply_rotary(
     return out
 
 
+def turned(
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, *, interleaved: bool, backend: str = "auto"
+) -> np.ndarray:
+    """Return apply_rotary() of x of any dtype, computed in that of cos and rounded once."""
+    x_wide = x.astype(cos.dtype, copy=False)
+    y = apply_rotary(x_wide, cos, sin, interleaved=interleaved, backend=backend)
+    with np.errstate(over="ignore"):
+        return y.astype(x.dtype, copy=False)
+
+
 def _pairs(x: np.ndarray, rotary_dim: int, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
     """Views (..., tokens, rotary_dim / 2) of the first and second features of the pairs."""
     if interleaved:
