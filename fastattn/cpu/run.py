@@ -33,6 +33,7 @@ from .share import Share
 
 UNLIMITED = 1 << 40  # a window side of None: past any key
 FLOP_PER_CALL = 500_000_000  # a kernel returns after this much, 5 to 50 ms, to let Python act
+MERGED_PER_THREAD = 200_000  # elements of partial results: some 40 us, as plan.FLOP_PER_THREAD
 _UNTOUCHED = -1.0  # no sum of exponentials
 _Q, _K, _V, _MASK, _BIAS, _OUT, _LSE = (
     PLACE[name] for name in ("q", "k", "v", "mask", "bias", "out", "lse")
@@ -100,6 +101,7 @@ class _Prepared:
     num_rows: int
     acc_stride: int
     scratch_bytes: int
+    combine_threads: int
 
 
 def sizes_of(plan: Plan) -> tuple[float, ...]:
@@ -157,6 +159,7 @@ def _prepare(plan: Plan) -> _Prepared:
     heads = problem.batch * problem.heads_kv
     m_blocks = -(-rows // plan.block_m)
     num_items = heads * m_blocks * plan.num_splits
+    merged = heads * rows * plan.num_splits * acc_stride
     tables = 2 if variant.paged else 0
     elements = (
         8 * (ITEM_SIZE + tables * (plan.block_n + ROWS_AFTER)) // itemsize
@@ -174,6 +177,7 @@ def _prepare(plan: Plan) -> _Prepared:
         num_rows=heads * rows,
         acc_stride=acc_stride,
         scratch_bytes=elements * itemsize + LINE,
+        combine_threads=max(1, min(plan.num_threads, merged // MERGED_PER_THREAD)),
     )
 
 
@@ -241,7 +245,7 @@ def _draw(plan: Plan, prepared: _Prepared, job: Array, keep: tuple[Any, ...]) ->
     job, counter = Job.from_buffer_copy(job), Counter()
     job[PLACE["counter"]], job[PLACE["num_items"]] = addressof(counter), prepared.num_rows
     share = share._replace(kernel=prepared.combine, job=job, counter=counter)
-    share.run(plan.num_threads, prepared.num_rows)
+    share.run(prepared.combine_threads, prepared.num_rows)
 
 
 class Repeat:

@@ -149,7 +149,7 @@ def dot_square(dtype: str, lanes: int, storage: str, rows: int):
 
     The keys are transposed in registers, so that a score is one chain along d, as in product().
 
-    q       (rows, lanes), row stride rs_q
+    q       (rows, lanes), row stride rs_q; rows past the last, too, repeat it
     k       as in transpose_square()
     totals  `rows` registers: see row_registers()
     asks    whether to load as many bytes as a square has from `near`, line by line, to have them
@@ -161,10 +161,14 @@ def dot_square(dtype: str, lanes: int, storage: str, rows: int):
     lines = lanes * lanes * ITEMSIZE[storage] // LINE
 
     def codegen(context, builder, sig, args):
-        q, rs_q, k, rs_k, last, totals, near, asks, touched = args
+        q, rs_q, last_q, k, rs_k, last, totals, near, asks, touched = args
         touched = _ask_for(builder, near, asks, touched, lines, (stored, storage, dtype))
         load = _block_loader(builder, k, rs_k, last, dtype, lanes, storage)
-        q_rows = [builder.gep(q, [builder.mul(ir.Constant(I64, m), rs_q)]) for m in range(rows)]
+        q_rows = [q]
+        for m in range(1, rows):
+            is_there = builder.icmp_signed("<=", ir.Constant(I64, m), last_q)
+            step = builder.select(is_there, rs_q, ir.Constant(I64, 0))
+            q_rows.append(builder.gep(q_rows[-1], [step]))
         sums = cgutils.unpack_tuple(builder, totals, rows)
         for d, column in enumerate(_columns(builder, load, lanes, _inner(dtype, lanes))):
             for m, row in enumerate(q_rows):
@@ -177,10 +181,10 @@ def dot_square(dtype: str, lanes: int, storage: str, rows: int):
     held = types.UniTuple(register, rows)
 
     @intrinsic
-    def run(typingctx, q, rs_q, k, rs_k, last, totals, near, asks, touched):
+    def run(typingctx, q, rs_q, last_q, k, rs_k, last, totals, near, asks, touched):
         size, result = types.int64, types.Tuple((held, register))
         return result(
-            q, size, k, types.unliteral(rs_k), size, held, k, types.boolean, register
+            q, size, size, k, types.unliteral(rs_k), size, held, k, types.boolean, register
         ), codegen
 
     return run
