@@ -137,7 +137,7 @@ def multihead_attention_backward(
 
     Raises
     ------
-    As multihead_attention().
+    As multihead_attention(); NotImplementedError for weights.extra.
     """
     options = _core_options(x, weights, key_mask, backend, options)
     _check_gradient(dy, x.shape, x.dtype)
