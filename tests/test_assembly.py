@@ -12,6 +12,7 @@ from fastattn.machine import AVX512, NEON
 from fastattn.problem import Variant
 
 pytest.importorskip("numba")
+OLD_LLVM = pytest.importorskip("llvmlite.binding").llvm_version_info < (20,)
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 TARGETS = {
@@ -24,7 +25,9 @@ on_each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS
 floats = pytest.mark.parametrize("dtype", ["float32", "float64"])
 # Forward kernels are 38 to 80 kB: much more would mean that something was unrolled by mistake.
 CODE_LIMIT = 100_000
-SPILLS = 3  # stack accesses that the softmax loop has on AVX2
+# Stack accesses that the softmax loop has on AVX2. What LLVM 20 reads from where constants lie, 7
+# and 17 times, LLVM 15 (Numba 0.61) keeps there.
+SPILLS = {"float32": 8, "float64": 22} if OLD_LLVM else {"float32": 3, "float64": 3}
 
 
 JUMP = r"(?:j\w+|b\.\w+|b|cbn?z\s+\w+,|tbn?z\s.*,)\s*(\.L\w+)$"
@@ -157,7 +160,7 @@ def test_softmax_loop_is_vectors_only(target, dtype):
         assert count(fused(target, dtype), loop) == 2 * (len(EXP2[dtype]) - 1)
         assert not count(ONE_LANE, loop)
         # Sixteen registers cannot hold two rounds and all constants; the sums must not wait.
-        assert len(on_stack(loop)) <= (0 if target.unit.registers == 32 else SPILLS)
+        assert len(on_stack(loop)) <= (0 if target.unit.registers == 32 else SPILLS[dtype])
 
 
 @on_each_target

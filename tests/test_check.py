@@ -14,6 +14,7 @@ import fastattn
 from fastattn.check import check
 
 ALIGN = "align must be 'bottom_right', 'top_left', an int or an array of ints"
+INF = np.float32("inf")  # whose repr says its type since NumPy 2
 SAME_DTYPE = "q, k and v must have the same dtype, got "
 
 
@@ -85,7 +86,7 @@ RULES = [
     # scale
     ({"scale": float("nan")}, ValueError, "scale must be finite in float32, got nan"),
     ({"scale": -np.inf}, ValueError, "scale must be finite in float32, got -inf"),
-    ({"scale": np.float32("inf")}, ValueError, "scale must be finite in float32, got np.float32"),
+    ({"scale": INF}, ValueError, f"scale must be finite in float32, got {INF!r}"),
     ({"scale": 1e39}, ValueError, "scale must be finite in float32, got 1e+39"),
     ({"scale": 10**400}, ValueError, "scale must be finite in float32, got 1000"),
     ({"scale": True}, TypeError, "scale must be a real number, got bool"),

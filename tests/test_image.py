@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 import emulated
@@ -95,16 +96,16 @@ REFUSED = {
         "entry refers to getpid, which is outside",
     ),
     "writable": (
-        "@n = internal global i64 3 define i64 @entry() { %a = load i64, ptr @n ret i64 %a }",
+        "@n = internal global i64 3 define i64 @entry() { %a = load i64, i64* @n ret i64 %a }",
         r"section \d+ of entry is writable",
     ),
     "absolute": (
-        "@n = internal constant ptr @entry define ptr @entry() "
-        "{ %a = load volatile ptr, ptr @n ret ptr %a }",
+        "@m = constant i64 3 @n = internal constant i64* @m define i64* @entry() "
+        "{ %a = load volatile i64*, i64** @n ret i64* %a }",
         r"section \d+ of entry is writable",  # a loader would have to write it
     ),
     "table of addresses": (
-        "@n = constant i64 3 define i64 @entry() { %a = load volatile i64, ptr @n ret i64 %a }",
+        "@n = constant i64 3 define i64 @entry() { %a = load volatile i64, i64* @n ret i64 %a }",
         r"relocation type \d+ is not one that an image can have",
     ),
 }
@@ -118,6 +119,8 @@ def test_code_that_needs_a_loader_is_refused(why, target):
     made = llvm.Target.from_triple(machine.triple).create_target_machine(
         reloc="pic", codemodel="small"
     )
+    if llvm.llvm_version_info >= (17,):  # which know one type of pointers only
+        text = re.sub(r"i64\*+", "ptr", text)
     code = made.emit_object(llvm.parse_assembly(text))
     with pytest.raises(ValueError, match=message):
         image.link(code, "entry")
