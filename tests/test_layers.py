@@ -86,7 +86,7 @@ LAYERS = [
     "merging",
     "probabilities gradients cpu.run_backward cuda.run_backward",
     "reference cpu.run cpu.elementwise cuda.run",
-    "cpu.share cuda.maps",
+    "cpu.share cpu.job_fields cuda.maps",
     "modified cpu.layout cuda.packing",
     "cuda.choice",
     "cuda.simt cuda.combine cuda.tensor.forward cuda.tensor.gradients cuda.gradient_rows "

@@ -10,28 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import dropout
 from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
 from . import compile
-from .job import (
-    BIAS_KINDS,
-    ITEM_SIZE,
-    LINE,
-    LN_2,
-    LOG2_E,
-    PLACE,
-    ROWS_AFTER,
-    SPARE_REGISTERS,
-    Counter,
-    Job,
-    aux_table,
-    pack,
-)
+from .job import ITEM_SIZE, LINE, LN_2, PLACE, ROWS_AFTER, SPARE_REGISTERS, Counter, Job, pack
+from .job_fields import base_2, extras, lanes_of, score_fields, sizes_of, state_fields, widths
 from .layout import address, layouts
 from .share import Share
 
-UNLIMITED = 1 << 40  # a window side of None: past any key
 FLOP_PER_CALL = 500_000_000  # a kernel returns after this much, 5 to 50 ms, to let Python act
 MERGED_PER_THREAD = 200_000  # elements of partial results: some 40 us, as plan.FLOP_PER_THREAD
 _UNTOUCHED = -1.0  # no sum of exponentials
@@ -104,57 +90,11 @@ class _Prepared:
     combine_threads: int
 
 
-def sizes_of(plan: Plan) -> tuple[float, ...]:
-    """The first fields of the job, up to num_splits."""
-    problem, variant = plan.problem, plan.problem.variant
-    rows = problem.group * problem.seqlen_q
-    # In the kernel's dtype, in which a tiny scale may be 0 and a large one infinite.
-    largest = float(np.finfo(variant.dtype).max)
-    scale_log2 = float(np.dtype(variant.dtype).type(min(abs(problem.scale) * LOG2_E, largest)))
-    return (
-        scale_log2 or 1.0,
-        float(np.sign(problem.scale)) if scale_log2 else 0.0,
-        problem.softcap,
-        dropout.factor(problem.dropout_p),
-        problem.heads_kv,
-        problem.group,
-        rows,
-        problem.seqlen_k,
-        problem.head_dim,
-        problem.head_dim_v,
-        problem.offset,
-        UNLIMITED if problem.left is None else problem.left,
-        UNLIMITED if problem.right is None else problem.right,
-        problem.chunk,
-        problem.keys_before,
-        dropout.threshold(problem.dropout_p),
-        plan.block_m,
-        -(-rows // plan.block_m),
-        plan.block_n,
-        plan.mc,
-        *_widths(plan),
-        plan.split_n,
-        plan.num_splits,
-    )
-
-
-def lanes_of(variant: Variant) -> int:
-    """Elements of a vector register of this machine."""
-    return compile.host_unit().lanes(np.dtype(variant.dtype).itemsize)
-
-
-def _widths(plan: Plan) -> tuple[int, int]:
-    """(s_stride, acc_stride)."""
-    lanes = lanes_of(plan.problem.variant)
-    # Not a power of two, whose rows would fall into the same sets of the cache.
-    return plan.block_n + lanes, -(-plan.problem.head_dim_v // lanes) * lanes
-
-
 @lru_cache(maxsize=1024)
 def _prepare(plan: Plan) -> _Prepared:
     problem, variant = plan.problem, plan.problem.variant
     itemsize, lanes = np.dtype(variant.dtype).itemsize, lanes_of(variant)
-    s_stride, acc_stride = _widths(plan)
+    s_stride, acc_stride = widths(plan)
     rows = problem.group * problem.seqlen_q
     heads = problem.batch * problem.heads_kv
     m_blocks = -(-rows // plan.block_m)
@@ -220,7 +160,7 @@ def _job(
             prepared.num_items,
             *score_fields(problem, operands),
             0,
-            *_state_fields(operands, state),
+            *state_fields(operands, state),
             0,
             *extras(problem, operands, kept),
             *layouts(arrays, operands.starts is not None, kept),
@@ -349,59 +289,3 @@ def _write_lse(
             # A row that saw no key gets its sink to the bit: api writes it where there are no keys.
             is_sink = (state[..., 1] == 1) & (state[..., 0] == base_2(sinks)[:, None])
             np.copyto(lse, sinks[:, None], where=is_sink)
-
-
-def base_2(x: np.ndarray) -> np.ndarray:
-    """x / ln 2, clipped to the range of its dtype, as kernels compute it."""
-    largest = np.finfo(x.dtype).max
-    return np.clip(x * x.dtype.type(LOG2_E), -largest, largest)
-
-
-def score_fields(problem: Problem, operands: Operands) -> tuple[int, int]:
-    """The job's changes_scores and bias_kind."""
-    kind = 0 if operands.bias is None else BIAS_KINDS.index(operands.bias.dtype.name)
-    changes = problem.softcap > 0 or operands.alibi is not None
-    changes = changes or problem.variant.score_mod is not None
-    return int(kind > 0 or changes), kind
-
-
-def _state_fields(operands: Operands, state: np.ndarray | None) -> tuple[int, int, int]:
-    """The job's lse, lse_batch and lse_head."""
-    if state is None:
-        return 0, 0, 0
-    heads, rows = state.shape[-3:-1]
-    return address(state), 0 if operands.starts is not None else heads * rows, rows
-
-
-def _page_fields(operands: Operands) -> tuple[int, ...]:
-    """The job's fields from block_table to v_page."""
-    table, k, v = operands.block_table, operands.k, operands.v
-    if table is None:
-        return (0,) * 5
-    strides = (a.strides[0] // a.itemsize for a in (k, v))
-    return address(table), table.shape[-1], k.shape[-2], *strides
-
-
-def extras(problem: Problem, operands: Operands, kept: list[np.ndarray]) -> tuple[int, ...]:
-    """The job's fields from alibi to dropout_keys; the arrays go to `kept`."""
-    score_aux = mask_aux = None
-    blocks = operands.block_mask
-    if operands.score_aux:
-        score_aux = aux_table(operands.score_aux)
-    if operands.mask_aux:
-        mask_aux = aux_table(operands.mask_aux)
-    arrays = (operands.alibi, operands.sinks, operands.ranges, operands.starts)
-    plain = tuple(None if a is None else np.ascontiguousarray(a) for a in arrays)
-    kept += [a for a in (*plain, score_aux, mask_aux) if a is not None]
-    return (
-        *map(address, plain),
-        *_page_fields(operands),
-        problem.first_key,
-        address(score_aux),
-        address(mask_aux),
-        address(blocks),
-        *((0,) * 4 if blocks is None else blocks.strides),
-        problem.block_mask_m,
-        problem.block_mask_n,
-        address(operands.dropout_keys),
-    )

@@ -15,8 +15,9 @@ from ..machine import VectorUnit
 from ..problem import Gradients, Operands, Plan, Problem, Variant
 from . import compile
 from .job import ITEM_SIZE, LINE, LN_2, Counter, pack_gradients
+from .job_fields import base_2, extras, lanes_of, score_fields, sizes_of
 from .layout import address, layouts
-from .run import FLOP_PER_CALL, base_2, extras, lanes_of, row_states, score_fields, sizes_of
+from .run import FLOP_PER_CALL, row_states
 from .share import Share
 
 SPLIT_BLOCKS = 4  # key blocks of one run of the online softmax, as in the forward pass
