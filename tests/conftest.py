@@ -22,6 +22,7 @@ def pytest_addoption(parser):
         choices=BACKENDS,
         help="test this backend only; may be given more than once",
     )
+    parser.addoption("--wheel", help="test this wheel instead of building one, which takes minutes")
 
 
 def pytest_generate_tests(metafunc):

@@ -39,8 +39,10 @@ PIP = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", 
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def wheel(pytestconfig, tmp_path_factory):
     """The wheel's file, built from the source distribution of a copy of the tree."""
+    if given := pytestconfig.getoption("--wheel"):
+        return Path(given).resolve()
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*NOT_SOURCES))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FASTATTN_")}
