@@ -59,8 +59,8 @@ def measure() -> None:
     from fastattn.cuda import run as running
     from fastattn.cuda.driver import Code
 
-    compile.code = lambda key, build, target: Code("kernel", f".version {key[0]} {target}")
-    compile.unavailable = lambda key, target: ""
+    compile.code = lambda key, build: Code("kernel", f".version {key[0]}")
+    compile.unavailable = lambda key: ""
     sys.modules["numba.cuda"] = SimpleNamespace(  # type: ignore[assignment]
         device_array=lambda shape, dtype: Array(np.empty(shape, dtype)),
         as_cuda_array=lambda array, sync: array,

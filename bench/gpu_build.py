@@ -78,9 +78,9 @@ def gradient_keys(device: driver.Device) -> set[Key]:
     return found
 
 
-def build(key: Key, target: tuple[int, int]) -> int:
+def build(key: Key) -> int:
     """Translate a kernel, unless the cache has it; the length of its text."""
-    return len(compile.code(key, choice.builder(key), target).ptx)
+    return len(compile.code(key, choice.builder(key)).ptx)
 
 
 def device_of(capability: tuple[int, int]) -> driver.Device:
@@ -102,10 +102,9 @@ def main() -> None:
     parser = repository.parser(__doc__)
     parser.add_argument("--capability", type=capability, default=(9, 0))
     options = parser.parse_args()
-    target = compile.ptx_target(options.capability)
     wanted = sorted(keys(device_of(options.capability)), key=repr)
     with ProcessPoolExecutor(default_num_threads()) as pool:
-        sizes = list(pool.map(build, wanted, [target] * len(wanted)))
+        sizes = list(pool.map(build, wanted))
     print(f"{len(sizes)} kernels, {sum(sizes) >> 10} KiB")
 
 

@@ -18,8 +18,6 @@ from fastattn.cuda.choice import builder
 from fastattn.cuda.maps import maps_of
 from fastattn.cuda.packing import job_of
 
-SM_80, SM_90 = (8, 0), (9, 0)
-
 
 class Device:
     """Arrays of this process on the emulated device, and back."""
@@ -54,7 +52,7 @@ class Pieces(NamedTuple):
     split_n: int = 0
 
 
-def forward(tiling, problem, operands, target=SM_80, ptx=None):
+def forward(tiling, problem, operands, ptx=None):
     """Write operands.out and operands.lse; return the last thread block, for its counters."""
     device = Device(operands.out, operands.lse)
     job = job_of(problem, operands, Pieces(tiling.m_blocks(problem)), device.address)
@@ -62,7 +60,7 @@ def forward(tiling, problem, operands, target=SM_80, ptx=None):
         places = (job.q, job.k, job.v)
         maps = zip(maps_of(operands, tiling), places, strict=True)
         job = (*job, *(tensor._replace(address=place) for tensor, place in maps))
-    text = ptx or code(tiling, target)
+    text = ptx or code(tiling)
     block = launch(text, device.memory, job, tiling.grid(problem), tiling.shared_bytes)
     device.fetch()
     return block
@@ -95,17 +93,16 @@ def forward_in_parts(tiling, problem, operands, split_n):
     operands.lse[...] = (top[:, 0] + np.log(both)).reshape(operands.lse.shape)
 
 
-def code(tiling, target=SM_80) -> str:
+def code(tiling) -> str:
     """The forward kernel's PTX."""
-
     key = ("warpgroups" if tiling.specialised else "forward", tiling)
-    return fastattn.cuda.compile.code(key, builder(key), target).ptx
+    return fastattn.cuda.compile.code(key, builder(key)).ptx
 
 
 def need_numba_cuda():
     """Skip the test module where kernels cannot be translated."""
     pytest.importorskip("ml_dtypes")
-    problem = fastattn.cuda.compile.unavailable("", SM_80)
+    problem = fastattn.cuda.compile.unavailable("")
     if problem:
         pytest.skip(problem, allow_module_level=True)
 
@@ -128,7 +125,7 @@ def inputs(tiling, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim=0, hea
     )
 
 
-def assert_call(tiling, q, k, v, target=SM_80, truth=None, split_n=0, **flags):
+def assert_call(tiling, q, k, v, truth=None, split_n=0, **flags):
     """Run a call, fail unless out and lse are as exact as they can be; return the last block.
 
     truth: flags for the oracle, where it takes others. split_n: keys of a part, if not all.
@@ -145,7 +142,7 @@ def assert_call(tiling, q, k, v, target=SM_80, truth=None, split_n=0, **flags):
     if split_n:
         forward_in_parts(tiling, problem, operands, split_n)
     else:
-        block = forward(tiling, problem, operands, target)
+        block = forward(tiling, problem, operands)
     exact, formula = oracle.judge(q, k, v, **flags)
     oracle.assert_within_budget(operands.lse, exact[1], formula[1], floor=8)
     assert_rounded_once(operands.out, exact[0], formula[0], q, k, v, flags)

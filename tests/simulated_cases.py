@@ -1,5 +1,6 @@
 """Calls with backend="cuda" in Numba's simulator, each held against the oracle: a script that
-prints {name: what is wrong, or ""} of those that it is given by name.
+prints {name: what is wrong, or ""} of those that it is given by name; and of each barrier that one
+of them needs, {file and line: what is wrong without it}.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import warnings
 
 import numpy as np
 from simulated_gpu import simulated_gpu
+from simulated_threads import Block
 
 import fastattn
 from fastattn import mods
@@ -108,10 +110,11 @@ def modified(**flags):
     return compared(q, k, **flags)
 
 
-def compared(q, k, **flags):
+def compared(q, k, v=None, **flags):
     """What the NumPy backend finds wrong."""
-    found = fastattn.attention(q, k, k, **flags, return_lse=True, backend="cuda")
-    wanted = fastattn.attention(q, k, k, **flags, return_lse=True, backend="numpy")
+    arrays = q, k, k if v is None else v
+    found = fastattn.attention(*arrays, **flags, return_lse=True, backend="cuda")
+    wanted = fastattn.attention(*arrays, **flags, return_lse=True, backend="numpy")
     for name, ours, theirs in zip(("out", "lse"), found, wanted, strict=True):
         if not np.allclose(ours, theirs, rtol=0, atol=1e-5, equal_nan=True):
             return f"{name} differs by {np.abs(ours - theirs).max():.3g}"
@@ -164,11 +167,11 @@ def big_tile():
         return solved(trial("other tile", 7, 9, 4, head_dim_v=11, causal=True, heads_q=1))
 
 
-def differentiated(wanted=(), nan="", **flags):
-    """What the NumPy backend finds wrong with gradients."""
-    rng = np.random.default_rng(3)
-    arrays = {n: rng.standard_normal((2, 2, 5, 3)).astype(np.float32) for n in ("dout", "q")}
-    arrays |= {n: rng.standard_normal((2, 1, 7, 3)).astype(np.float32) for n in ("k", "v")}
+def differentiated(wanted=(), nan="", widths=(3, 3), **flags):
+    """What the NumPy backend finds wrong with gradients. widths: head_dim and head_dim_v."""
+    rng, (width, width_v) = np.random.default_rng(3), widths
+    shapes = {"dout": (2, 5, width_v), "q": (2, 5, width), "k": (1, 7, width), "v": (1, 7, width_v)}
+    arrays = {n: rng.standard_normal((2, *s)).astype(np.float32) for n, s in shapes.items()}
     if nan:
         arrays[nan][0, 0, 3, 1] = np.nan
     dout, *inputs = arrays.values()
@@ -213,6 +216,16 @@ def gradients_with_big_tile():
         return differentiated(("dbias",), bias=np.ones((1, 7), np.float32), causal=True)
 
 
+def no_columns():
+    """Of q and k, of v, or of all: what bias and lse are is left."""
+    bias, wrong = np.linspace(-1, 2, 35).reshape(5, 7).astype(np.float32), ""
+    for a, b in ((0, 3), (3, 0), (0, 0)):
+        q, k, v = (np.ones((2, n, d), np.float32) for n, d in ((5, a), (7, a), (7, b)))
+        wrong += compared(q, k, v, bias=bias, scale=1.0)
+        wrong += differentiated(("dbias",), widths=(a, b), bias=bias, scale=1.0)
+    return wrong
+
+
 def nothing_is_kept():
     """All scratch is given back."""
     with simulated_gpu() as memory:
@@ -233,24 +246,35 @@ OTHERS = (
     gradients_of_large_rows,
     gradients_beside_nan,
     gradients_with_big_tile,
+    no_columns,
     nothing_is_kept,
 )
 CASES = {one.case.name: one for one in TRIALS} | {f.__name__: f for f in OTHERS}
 
 
 def answer(case):
-    if case in (big_tile, gradients_with_big_tile, nothing_is_kept):
-        return case()
-    with simulated_gpu():
-        return case() if callable(case) else solved(case)
+    """What is wrong with a case."""
+    try:
+        if case in (big_tile, gradients_with_big_tile, nothing_is_kept):
+            return case()
+        with simulated_gpu():
+            return case() if callable(case) else solved(case)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main():
+    answers, needed = {}, {}
+    for name in sys.argv[1:] or CASES:
+        answers[name] = answer(CASES[name])
+        needed |= dict.fromkeys(Block.needed - set(needed), CASES[name])
+    without = {}
+    for barrier, case in needed.items():
+        Block.missing = barrier
+        without["{}:{}".format(*barrier)] = answer(case)
+    print(json.dumps([answers, without]))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, in the simulator's threads
-    found = {}
-    for name in sys.argv[1:] or CASES:
-        try:
-            found[name] = answer(CASES[name])
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    print(json.dumps(found))
+    main()

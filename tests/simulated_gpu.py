@@ -132,7 +132,7 @@ def simulated_gpu(tile=TILE, split_n=4, few_rows=2):
     patches += [mock.patch.object(driver, name, new) for name, new in functions.items()]
     patches += [mock.patch.object(module, "cuda", Present()) for module in MODULES]
     patches += [
-        mock.patch.object(compile, "code", lambda key, build, target: key),
+        mock.patch.object(compile, "code", lambda key, build: key),
         mock.patch.object(compile, "unavailable", return_value=""),
         mock.patch.object(choice, "tile_of", return_value=tile),
         mock.patch.object(choice, "gradient_tile", return_value=tile),

@@ -21,8 +21,8 @@ import numpy as np
 import fastattn
 from fastattn.cuda import compile, driver
 from fastattn.cuda.driver import Code
-compile.code = lambda key, build, target: Code("kernel", f".version {key[0]} {target}")
-compile.unavailable = lambda key, target: ""
+compile.code = lambda key, build: Code("kernel", f".version {key[0]}")
+compile.unavailable = lambda key: ""
 library = ctypes.CDLL("libcuda.so.1")
 library.fake_log.restype = ctypes.c_char_p
 library.fake_jobs.restype = ctypes.c_void_p

@@ -8,7 +8,6 @@ import numpy as np
 import oracle
 import pytest
 from cuda_emulated import (
-    SM_90,
     assert_call,
     assert_rounded_once,
     code,
@@ -56,7 +55,7 @@ def slow_but(quick, names):
 @pytest.mark.parametrize("name", slow_but(QUICK, CALLS))
 def test_out_and_lse(name):
     seqlen_q, seqlen_k, flags = CALLS[name]
-    assert_call(SMALL, *inputs(SMALL, 1, 2, 1, seqlen_q, seqlen_k), SM_90, **flags)
+    assert_call(SMALL, *inputs(SMALL, 1, 2, 1, seqlen_q, seqlen_k), **flags)
 
 
 H200 = driver.Device(0, "H200", (9, 0), 132, 227 << 10, 1 << 16, 50 << 20)
@@ -102,7 +101,7 @@ def test_lengths_of_each_batch_entry():
         "kv_len": np.array([80, 60, 50]),
         "kv_start": np.array([3, 10, 50]),
     }
-    assert_call(SMALL, *inputs(SMALL, 3, 2, 2, 70, 90), SM_90, **lengths, causal=True)
+    assert_call(SMALL, *inputs(SMALL, 3, 2, 2, 70, 90), **lengths, causal=True)
 
 
 @pytest.mark.slow
@@ -113,7 +112,7 @@ def test_packed_sequences():
     edges_q, edges_k = [0, 20, 150], [0, 100, 190]
     v[:100], k[:100] = np.nan, np.inf
     problem, operands = check_packed(q, k, v, edges_q, edges_k, causal=True, return_lse=True)
-    forward(SMALL, problem, operands, SM_90)
+    forward(SMALL, problem, operands)
     member = (x[edge:].swapaxes(0, 1) for x, edge in ((q, 20), (k, 100), (v, 100)))
     exact, formula = oracle.judge(*member, causal=True)
     found = operands.lse[..., 20:].reshape(exact[1].shape)
@@ -128,16 +127,16 @@ def test_what_is_hidden_may_be_anything():
     for key, column, value in ((12, 5, np.nan), (70, 6, np.inf), (133, 6, -np.inf)):
         v[0, 0, key, column] = value
     v[0, 0, 148] = np.nan
-    assert_call(SMALL, q, k, v, SM_90, causal=True)
+    assert_call(SMALL, q, k, v, causal=True)
     # past the last key
-    assert_call(SMALL, q[:, :, :20], k, v, SM_90, kv_len=np.array([12]))
+    assert_call(SMALL, q[:, :, :20], k, v, kv_len=np.array([12]))
 
 
 @pytest.mark.slow
 def test_arrays_that_repeat_themselves():
     q, k, v = inputs(SMALL, 2, 2, 2, 70, 90)
     k, v = np.broadcast_to(k[:1], k.shape), np.broadcast_to(v[:, :1], v.shape)
-    assert_call(SMALL, q, k, v, SM_90)
+    assert_call(SMALL, q, k, v)
 
 
 SHAPES = [
@@ -153,7 +152,7 @@ SHAPES = [
 def test_shapes(shape):
     narrower = 24 if shape.padded else 0
     sizes = {"head_dim": shape.head_dim - narrower, "head_dim_v": shape.head_dim_v - narrower}
-    assert_call(shape, *inputs(shape, 1, 2, 1, 220, 300, **sizes), SM_90, causal=True)
+    assert_call(shape, *inputs(shape, 1, 2, 1, 220, 300, **sizes), causal=True)
 
 
 # Waits for: buffers that are free again, from the third block on (that for the fourth block of keys
@@ -217,7 +216,7 @@ def result_of(ptx):
     q, k, v = inputs(SMALL, 1, 1, 1, 100, 250)
     problem, operands = check(q, k, v, return_lse=True, causal=True)
     operands.out[...], operands.lse[...] = np.nan, np.nan
-    forward(SMALL, problem, operands, SM_90, ptx)
+    forward(SMALL, problem, operands, ptx)
     return operands.out, operands.lse
 
 
@@ -227,7 +226,7 @@ NOTICED = ("products not waited for", "keys of another stride")
 @pytest.mark.parametrize("name", slow_but(NOTICED, MUTATIONS))
 def test_a_mutated_kernel_is_noticed(name, monkeypatch):
     pattern, replacement, numbers = MUTATIONS[name]
-    text = code(SMALL, SM_90)
+    text = code(SMALL)
     right = result_of(text)
     for number in numbers:
         wrong = mutated(text, pattern, replacement, number)
@@ -249,6 +248,6 @@ def test_values_made_0_are_shown_to_products():
     q, k, v = inputs(SMALL, 1, 1, 1, 100, 250)
     v[0, 0, 200] = np.nan
     problem, operands = check(q, k, v, causal=True)
-    text = mutated(code(SMALL, SM_90), r"fence\.proxy\.async\S+;", ";", 1)
+    text = mutated(code(SMALL), r"fence\.proxy\.async\S+;", ";", 1)
     with pytest.raises(EmulationError, match="without a fence"):
-        forward(SMALL, problem, operands, SM_90, text)
+        forward(SMALL, problem, operands, text)

@@ -12,10 +12,7 @@ from . import compile, driver
 from .tensor.gradient_tilings import gradient_tiling
 from .tensor.tilings import SPLIT_N as TENSOR_SPLIT_N
 from .tensor.tilings import Tiling, forward_tiling, specialised_tiling
-from .tile import ROW_THREADS, SPLIT_N, WARP, gradient_tile, grid_of, splits_of, tile_of
-
-TENSOR_CAPABILITY = (8, 0)  # whose tensor cores multiply both 16-bit types
-WGMMA_CAPABILITY = (9, 0)  # no other has these instructions, newer ones neither
+from .tile import ROW_THREADS, SPLIT_N, WARP, gradient_tile, grid_of, pieces_of, splits_of, tile_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ def choose(
     """The kernel for a problem; the arguments but `device` as in Placement."""
     tiling = None
     # They do not know of parts, whose chunks begin elsewhere.
-    if device.capability >= TENSOR_CAPABILITY and not problem.keys_before:
+    if device.capability >= compile.TENSOR_CORES.capability and not problem.keys_before:
         tiling = forward_tiling(
             problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
         )
@@ -83,7 +80,7 @@ def choose(
     if tiling is None:
         return _simt(problem, name)
     why_not = ""
-    if device.capability == WGMMA_CAPABILITY:
+    if device.capability == compile.WARPGROUPS.capability:
         why_not = no_maps if whole_rows else "no wgmma: rows are not whole chunks of 16 bytes"
         if not why_not:
             specialised, why_not = specialised_tiling(problem, options, device.shared_bytes)
@@ -150,7 +147,7 @@ def choose_gradients(
 ) -> GradientChoice:
     """The kernels for the gradients of a problem, as in choose()."""
     tiling = None
-    if device.capability >= TENSOR_CAPABILITY:
+    if device.capability >= compile.TENSOR_CORES.capability:
         tiling = gradient_tiling(
             problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
         )
@@ -185,7 +182,7 @@ def _simt_gradients(problem: Problem, device: str) -> GradientChoice:
         ("simt_gradient_kv", problem.seqlen_k, of_keys),
     ):
         m_blocks = -(-rows // tile.block_m)
-        grid = m_blocks * problem.heads_kv * problem.batch, -(-width // tile.block_v), 1
+        grid = m_blocks * problem.heads_kv * problem.batch, pieces_of(width, tile), 1
         kernels.append((Kernel((name, variant, tile), grid, tile.threads), Pieces(m_blocks)))
     return GradientChoice(
         tuple(kernels),
@@ -237,7 +234,7 @@ def choice_or_reason(
     )
     kernels = [kernel for kernel, _ in choice.kernels] if gradients else [choice.kernel]
     for kernel in kernels:
-        why_not = compile.unavailable(kernel.key, compile.ptx_target(device.capability))
+        why_not = compile.unavailable(kernel.key)
         if why_not:
             return None, why_not
     return choice, ""

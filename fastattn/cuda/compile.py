@@ -14,27 +14,30 @@ import re
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..cpu import cache
 from .driver import Code
 from .job import FIELDS, FLOATS, MAP_BYTES, MAPS, Job, MappedJob
 
 INSTALL = "pip install 'fastattn[cuda]'"
-# Compute capability: the oldest version of PTX that knows it. NVVM stamps its own, newer one, which
-# a driver of the same age as the GPU would refuse; the text uses nothing of it.
-PTX_VERSIONS = {
-    (7, 5): "6.3",
-    (8, 0): "7.0",
-    (8, 6): "7.1",
-    (8, 7): "7.4",
-    (8, 9): "7.8",
-    (9, 0): "7.8",
-    (10, 0): "8.6",
-    (10, 3): "8.8",
-    (12, 0): "8.7",
-    (12, 1): "8.8",
-}
+
+
+class Target(NamedTuple):
+    """The oldest GPU that a kernel's text is for, and the oldest version of PTX that knows it.
+
+    Newer GPUs run the same text, so that what tests prove of it holds on all of them. (From 10.0
+    on, NVVM has another compiler; its texts for older ones differ in nothing but this.)
+    """
+
+    capability: tuple[int, int]
+    ptx_version: str  # NVVM stamps its own, newer one, which an older driver would refuse
+    suffix: str = ""  # "a": of this compute capability alone
+
+
+ANY_GPU = Target((7, 5), "6.3")
+TENSOR_CORES = Target((8, 0), "7.0")  # they multiply both 16-bit types
+WARPGROUPS = Target((9, 0), "8.0", "a")  # no other GPU has these instructions, newer ones neither
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,7 @@ class Source:
     function: Callable[..., None]  # of one parameter
     threads: int  # of a block
     min_blocks: int = 0  # blocks that a multiprocessor should hold, which limits registers; 0 = any
-    ptx_version: str = "6.3"  # the oldest that knows the instructions of its own
-    suffix: str = ""  # "a": instructions of one compute capability alone
+    target: Target = ANY_GPU
     job: Any = Job  # the type of its parameter
 
 
@@ -57,56 +59,48 @@ if hasattr(os, "register_at_fork"):  # as in cpu/compile.py
     )
 
 
-def unavailable(key: Hashable, target: tuple[int, int]) -> str:
+def unavailable(key: Hashable) -> str:
     """Why this kernel cannot be had here, in one line; "" if it can. Imports Numba only if it must
     be translated.
     """
-    if (key, target) in _known or cache.find(key, _place(target)) is not None:
+    if key in _known or cache.find(key, _place()) is not None:
         return ""
     return _import_problem()
 
 
-def ptx_target(capability: tuple[int, int]) -> tuple[int, int]:
-    """The compute capability to translate for: the newest known one that the device runs."""
-    return max(known for known in PTX_VERSIONS if known <= capability)
-
-
-def code(key: Hashable, build: Callable[[], Source], target: tuple[int, int]) -> Code:
+def code(key: Hashable, build: Callable[[], Source]) -> Code:
     """The PTX of a kernel: from this process, from the cache, or from build() through Numba.
 
     key    names the kernel and every constant that build() closes over; its repr must be stable
     build  called only if nothing is cached
-    target one of PTX_VERSIONS
 
     Raises
     ------
     ImportError  it must be translated, and numba-cuda or NVVM is missing
     """
-    found = _known.get((key, target))
+    found = _known.get(key)
     if found is not None:
         return found
     with _lock:
-        if (key, target) not in _known:
-            _known[key, target] = _cached_or_translated(key, build, target)
-        return _known[key, target]
+        if key not in _known:
+            _known[key] = _cached_or_translated(key, build)
+        return _known[key]
 
 
-def _cached_or_translated(
-    key: Hashable, build: Callable[[], Source], target: tuple[int, int]
-) -> Code:
-    entry = cache.find(key, _place(target))
+def _cached_or_translated(key: Hashable, build: Callable[[], Source]) -> Code:
+    entry = cache.find(key, _place())
     if entry is not None:
         return Code(entry[0], entry[1].decode())
-    found = translate(build(), target)
-    cache.keep(key, _place(target), found.entry, found.ptx.encode())
+    found = translate(build())
+    cache.keep(key, _place(), found.entry, found.ptx.encode())
     return found
 
 
-def _place(target: tuple[int, int]) -> Hashable:
-    return "cuda", target, cache.version("numba-cuda")
+def _place() -> Hashable:
+    return "cuda", cache.version("numba-cuda")
 
 
-def translate(source: Source, target: tuple[int, int]) -> Code:
+def translate(source: Source) -> Code:
     """The PTX of a kernel, made anew."""
     problem = _import_problem()
     if problem:
@@ -115,16 +109,17 @@ def translate(source: Source, target: tuple[int, int]) -> Code:
 
     fields = [types.float64 if name in FLOATS else types.int64 for name in source.job._fields]
     bounds = (source.threads, source.min_blocks) if source.min_blocks else source.threads
+    target = source.target
     ptx, _ = cuda.compile(
         source.function,
         types.void(types.NamedTuple(fields, source.job)),
-        cc=(*target, source.suffix) if source.suffix else target,
+        cc=(*target.capability, target.suffix) if target.suffix else target.capability,
         device=False,
         abi="numba",
         output="ptx",
         launch_bounds=bounds,
     )
-    found = finished(ptx, target, source.ptx_version)
+    found = finished(ptx, target.ptx_version)
     return Code(found.entry, with_maps(found.ptx)) if source.job is MappedJob else found
 
 
@@ -143,9 +138,8 @@ def with_maps(ptx: str) -> str:
     return ptx
 
 
-def finished(ptx: str, target: tuple[int, int], ptx_version: str) -> Code:
+def finished(ptx: str, version: str) -> Code:
     """NVVM's text with the version that it needs, and its kernel's name."""
-    version = max((PTX_VERSIONS[target], ptx_version), key=_number)
     ptx = re.sub(r"\.version \d+\.\d+", f".version {version}", ptx, count=1)
     found = re.search(r"\.entry\s+(\w+)", ptx)
     if found is None:
@@ -153,10 +147,6 @@ def finished(ptx: str, target: tuple[int, int], ptx_version: str) -> Code:
     # Numba's names spell out all argument types, once a parameter; its environments have no use.
     ptx = re.sub(r"^\.common \.global .*NumbaEnv.*\n", "", ptx, flags=re.MULTILINE)
     return Code("kernel", ptx.replace(found[1], "kernel"))
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
 
 
 @functools.cache

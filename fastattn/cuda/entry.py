@@ -63,13 +63,42 @@ def entry_of(words: Any) -> Callable:
     return entry
 
 
-# Kernels make these arrays one in each line: Numba's simulator tells them apart by it.
 # In shared memory, of each query row of a tile: its query (NO_ROW where there is none), its head,
 # its places in q and dout, its key for dropout, and the numbers of gradient_rows.py.
 Queries = namedtuple(
     "Queries", ("i", "head", "q", "dout", "dropout", "reference", "delta", "weight")
 )
 Keys = namedtuple("Keys", ("k", "v"))  # of each key of a tile: its places, or NOWHERE
+
+
+def shared_arrays(dtype: str, queries: int, keys: int, words: Any) -> Callable:
+    """Device function () -> (Queries, Keys) of so many each, for one call in a kernel: another one
+    gives the same memory.
+    """
+    real = np.dtype(dtype).type
+    places, chains = (types.Array(kind, 1, "C") for kind in (types.int64, types.uint64))
+    numbers = types.Array(getattr(types, dtype), 1, "C")
+    fields = [*[places] * 4, chains, *[numbers] * 3]
+    of_queries = types.NamedTuple(fields, Queries)
+    of_keys = types.NamedUniTuple(places, 2, Keys)
+
+    @words.device(types.Tuple((of_queries, of_keys)))
+    def arrays():
+        return (
+            Queries(
+                cuda.shared.array(queries, np.int64),
+                cuda.shared.array(queries, np.int64),
+                cuda.shared.array(queries, np.int64),
+                cuda.shared.array(queries, np.int64),
+                cuda.shared.array(queries, np.uint64),
+                cuda.shared.array(queries, real),
+                cuda.shared.array(queries, real),
+                cuda.shared.array(queries, real),
+            ),
+            Keys(cuda.shared.array(keys, np.int64), cuda.shared.array(keys, np.int64)),
+        )
+
+    return arrays
 
 
 def set_queries(dtype: str, size: int, words: Any) -> Callable:
@@ -85,6 +114,7 @@ def set_queries(dtype: str, size: int, words: Any) -> Callable:
         if r >= size:
             return
         queries.i[r] = NO_ROW
+        queries.head[r] = first_head
         queries.q[r] = NOWHERE
         queries.dout[r] = NOWHERE
         if first + r < stop:

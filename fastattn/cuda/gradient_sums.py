@@ -12,7 +12,7 @@ from numba import cuda, types
 
 from ..problem import Variant
 from .compile import Source
-from .entry import Keys, Queries, entry_of, set_keys, set_queries
+from .entry import entry_of, set_keys, set_queries, shared_arrays
 from .gradient_scores import differentiate
 from .job import GradientJob
 from .place import member_of
@@ -61,25 +61,13 @@ def bias_kernel(variant: Variant, tile: Tile, stored: str, words: Any) -> Callab
     """
     real, block_m, block_n = np.dtype(variant.dtype).type, tile.block_m, tile.block_n
     buffer_size, own_scores = tile.gradient_size, tile.rows * tile.keys
+    arrays = shared_arrays(variant.dtype, block_m, block_n, words)
     add_tile, put = tile_adder(variant, tile, words), put_tile(variant, tile, stored, words)
     owner, entry_at, start_of = owner_of_entry(words), entry_of(words), offset_of_entry(words)
 
     def kernel(job):
         buffer = cuda.shared.array(buffer_size, real)
-        rows = Queries(
-            cuda.shared.array(block_m, np.int64),
-            cuda.shared.array(block_m, np.int64),
-            cuda.shared.array(block_m, np.int64),
-            cuda.shared.array(block_m, np.int64),
-            cuda.shared.array(block_m, np.uint64),
-            cuda.shared.array(block_m, real),
-            cuda.shared.array(block_m, real),
-            cuda.shared.array(block_m, real),
-        )
-        keys = Keys(
-            cuda.shared.array(block_n, np.int64),
-            cuda.shared.array(block_n, np.int64),
-        )
+        rows, keys = arrays()
         acc = cuda.local.array(own_scores, real)
         for e in range(own_scores):
             acc[e] = real(0)

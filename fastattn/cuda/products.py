@@ -26,7 +26,8 @@ def row_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
     buffer from `start` on.
 
     own, other        addresses of two operands
-    own_at, other_at  places of their rows in shared memory, NOWHERE for a row of zeros
+    own_at, other_at  places of their rows in shared memory, NOWHERE for a row of zeros; a barrier
+                      comes before they are read
     width             columns of both
     """
     real = np.dtype(dtype).type
@@ -46,7 +47,7 @@ def row_product(dtype: str, storage: str, tile: Tile, words: Any) -> Callable:
         tid = np.int64(cuda.threadIdx.x & LAST_THREAD)
         ty, tx = tid // threads_n, tid % threads_n
         d0 = np.int64(0)
-        while d0 < width:
+        while d0 == 0 or d0 < width:  # without columns, what comes next still needs the barriers
             cuda.syncthreads()
             load_own(own, own_at, own_col, width, buffer, d0)
             load_other(other, other_at, other_col, width, buffer, d0)
@@ -95,7 +96,8 @@ def weighted_sum(dtype: str, storage: str, tile: Tile, words: Any, finite: bool)
     """Device function (address, places, col, width, count, buffer, p_start, acc): acc += p @ rows
     of one tile, whose p lie in the buffer from p_start on.
 
-    places, width, count  of the rows: as in row_product(); their number
+    places, width, count  of the rows: as in row_product(); their number. Once it returns, no thread
+                          reads places any more
     finite                what is no number counts as 0. Else a hidden key has p = -0.0: it
                           contributes nothing, whatever its row holds, and one that is seen and has
                           p = 0 contributes 0 * v.

@@ -186,8 +186,7 @@ def launch(kernel: Kernel, job: Job | GradientJob | MappedJob, space: Scratch) -
 
 
 def _function(kernel: Kernel, ordinal: int) -> Any:
-    target = compile.ptx_target(driver.device(ordinal).capability)
-    code = compile.code(kernel.key, builder(kernel.key), target)
+    code = compile.code(kernel.key, builder(kernel.key))
     return driver.load(code, ordinal, kernel.shared_bytes)
 
 

@@ -66,13 +66,11 @@ def forward_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
         if block.num_rows == 0:
             return
         fill(job, block, rows)
-        cuda.syncthreads()
         begin(job, rows, row_max, row_sum)
         cuda.syncthreads()
         n0 = block.n_start
         while n0 < block.n_stop:
             if not skips(job, block, rows, n0):
-                cuda.syncthreads()
                 find_keys(job, block, rows, n0)
                 a, b = (job.q, rows.q, job.q_col), (job.k, rows.k, job.k_col)
                 multiply(*a, *b, job.head_dim, real(job.scale), buffer, p_start)

@@ -17,7 +17,7 @@ from numba import cuda, types
 
 from ..problem import Variant
 from .compile import Source
-from .entry import Keys, Queries, entry_of, query_range_of, set_keys, set_queries
+from .entry import entry_of, query_range_of, set_keys, set_queries, shared_arrays
 from .gradient_scores import differentiate
 from .job import GradientJob
 from .place import NOWHERE, key_range_of
@@ -48,6 +48,7 @@ def query_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
     buffer_size, acc_size = tile.gradient_size, tile.rows * tile.values
     p_start, ds_start = tile.piece_size, tile.piece_size + tile.p_size
     entry_at, key_range = entry_of(words), key_range_of(words)
+    arrays = shared_arrays(variant.dtype, block_m, block_n, words)
     fill_rows, fill_keys = set_queries(variant.dtype, block_m, words), set_keys(block_n, words)
     multiply = row_product(variant.dtype, variant.storage, tile, words)
     weigh = weighted_sum(variant.dtype, variant.storage, tile, words, finite=True)
@@ -57,20 +58,7 @@ def query_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
 
     def kernel(job):
         buffer = cuda.shared.array(buffer_size, real)
-        rows = Queries(
-            cuda.shared.array(block_m, np.int64),
-            cuda.shared.array(block_m, np.int64),
-            cuda.shared.array(block_m, np.int64),
-            cuda.shared.array(block_m, np.int64),
-            cuda.shared.array(block_m, np.uint64),
-            cuda.shared.array(block_m, real),
-            cuda.shared.array(block_m, real),
-            cuda.shared.array(block_m, real),
-        )
-        keys = Keys(
-            cuda.shared.array(block_n, np.int64),
-            cuda.shared.array(block_n, np.int64),
-        )
+        rows, keys = arrays()
         acc, total = cuda.local.array(acc_size, real), real(0)
         for e in range(acc_size):
             acc[e] = real(0)
@@ -87,7 +75,6 @@ def query_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
         top, bottom = first // job.group + entry.offset, last // job.group + entry.offset
         n0, stop = key_range(job, top, bottom, entry.seqlen_k)
         while n0 < stop:
-            cuda.syncthreads()
             fill_keys(job, entry, keys, n0, stop)
             a, b = (job.q, rows.q, job.q_col), (job.k, keys.k, job.k_col)
             multiply(*a, *b, job.head_dim, real(job.scale), buffer, p_start)
@@ -103,7 +90,6 @@ def query_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
         if job.alibi_rows != 0 and cuda.blockIdx.y == 0 and r < block_m and rows.i[r] >= 0:
             row = (entry.b * job.heads_q + rows.head[r]) * job.seqlen_q + rows.i[r]
             keep(job.alibi_rows, row, total)
-        cuda.syncthreads()
         move(job, entry, rows)
         store(job.dq, rows.q, job.dq_col, job.head_dim, real(job.scale), buffer, acc)
 
@@ -118,6 +104,7 @@ def key_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
     buffer_size, acc_size = tile.gradient_size, tile.rows * tile.values
     p_start, ds_start = tile.piece_size, tile.piece_size + tile.p_size
     entry_at, query_range = entry_of(words), query_range_of(words)
+    arrays = shared_arrays(variant.dtype, block_n, block_m, words)
     fill_rows, fill_keys = set_queries(variant.dtype, block_n, words), set_keys(block_m, words)
     multiply = row_product(variant.dtype, variant.storage, tile, words)
     weigh = weighted_sum(variant.dtype, variant.storage, tile, words, finite=True)
@@ -126,20 +113,7 @@ def key_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
 
     def kernel(job):
         buffer = cuda.shared.array(buffer_size, real)
-        rows = Queries(
-            cuda.shared.array(block_n, np.int64),
-            cuda.shared.array(block_n, np.int64),
-            cuda.shared.array(block_n, np.int64),
-            cuda.shared.array(block_n, np.int64),
-            cuda.shared.array(block_n, np.uint64),
-            cuda.shared.array(block_n, real),
-            cuda.shared.array(block_n, real),
-            cuda.shared.array(block_n, real),
-        )
-        keys = Keys(
-            cuda.shared.array(block_m, np.int64),
-            cuda.shared.array(block_m, np.int64),
-        )
+        rows, keys = arrays()
         dk, dv = cuda.local.array(acc_size, real), cuda.local.array(acc_size, real)
         for e in range(acc_size):
             dk[e] = real(0)
@@ -154,7 +128,6 @@ def key_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
         n0, stop = query_range(job, entry, first, last)
         n0, stop, first_head = n0 * job.group, stop * job.group, entry.kv_head * job.group
         while n0 < stop:
-            cuda.syncthreads()
             fill_rows(job, entry, rows, n0, stop, job.group, first_head)
             a, b = (job.k, keys.k, job.k_col), (job.q, rows.q, job.q_col)
             multiply(*a, *b, job.head_dim, real(job.scale), buffer, p_start)
@@ -165,7 +138,6 @@ def key_kernel(variant: Variant, tile: Tile, words: Any) -> Callable:
             b = (job.q, rows.q, job.q_col)
             weigh(*b, job.head_dim, stop - n0, buffer, ds_start, dk)
             n0 += block_n
-        cuda.syncthreads()
         move(job, entry, keys, first)
         store(job.dk, keys.k, job.dk_col, job.head_dim, real(job.scale), buffer, dk)
         store(job.dv, keys.v, job.dv_col, job.head_dim_v, real(1), buffer, dv)

@@ -128,4 +128,9 @@ def grid_of(problem: Problem, tile: Tile) -> tuple[int, int, int]:
     """Blocks of threads."""
     m_blocks = -(-problem.group * problem.seqlen_q // tile.block_m)
     blocks = problem.batch * problem.heads_kv * m_blocks * splits_of(problem)
-    return blocks, -(-problem.head_dim_v // tile.block_v), 1
+    return blocks, pieces_of(problem.head_dim_v, tile), 1
+
+
+def pieces_of(width: int, tile: Tile) -> int:
+    """Blocks of threads for the columns of a result; one where there are none, for its lse."""
+    return max(1, -(-width // tile.block_v))

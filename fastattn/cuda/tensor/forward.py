@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..compile import Source
+from ..compile import TENSOR_CORES, Source
 from .ending import row_writer
 from .forward_steps import forward_steps
 from .options import option_functions
@@ -171,4 +171,4 @@ def forward_kernel(tiling: Tiling) -> Source:
             acc = times(acc, job.dropout_factor)
         write(job, base, acc, row_max, row_sum, scale, lost)
 
-    return Source(kernel, tiling.threads, tiling.min_blocks)
+    return Source(kernel, tiling.threads, tiling.min_blocks, TENSOR_CORES)

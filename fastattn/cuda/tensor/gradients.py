@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ..compile import Source
+from ..compile import TENSOR_CORES, Source
 from ..job import GradientJob
 from ..words import device
 from .gradient_steps import gradient_steps
@@ -167,7 +167,7 @@ def query_kernel(tiling: GradientTiling) -> Source:
         dq = job.dq + ITEM * (dq + row * job.dq_row)
         store(acc, job.scale, dq, ITEM * job.dq_row, job.head_dim, rows)
 
-    return Source(kernel, tiling.threads, job=GradientJob)
+    return Source(kernel, tiling.threads, target=TENSOR_CORES, job=GradientJob)
 
 
 def key_kernel(tiling: GradientTiling) -> Source:
@@ -241,4 +241,4 @@ def key_kernel(tiling: GradientTiling) -> Source:
         at = job.dv + ITEM * (at + row * job.dv_row)
         store(dv, 1.0, at, ITEM * job.dv_row, job.head_dim_v, rows)
 
-    return Source(kernel, tiling.threads, job=GradientJob)
+    return Source(kernel, tiling.threads, target=TENSOR_CORES, job=GradientJob)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..compile import Source
+from ..compile import WARPGROUPS, Source
 from ..job import MappedJob
 from .ending import row_writer
 from .options import option_functions
@@ -22,7 +22,6 @@ from .tilings import Tiling
 from .warpgroup_steps import STAGES, Barriers, tiles_of, warpgroup_steps
 
 ZERO = np.uint32(0)
-PTX_VERSION = "8.0"
 
 
 def warpgroup_kernel(tiling: Tiling) -> Source:
@@ -149,4 +148,4 @@ def warpgroup_kernel(tiling: Tiling) -> Source:
         multipliers_meet()  # before rows of out are put together where q is
         write(job, base, acc, row_max, row_sum, job.scale_log2, lost)
 
-    return Source(kernel, tiling.threads, 1, PTX_VERSION, "a", MappedJob)
+    return Source(kernel, tiling.threads, 1, WARPGROUPS, MappedJob)
