@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import dropout, repeat
-from .arguments import dropout_of, flag
+from .arguments import Lengths, dropout_of, flag
 from .arrays import integers
 from .check import check, check_backend, check_packed
 from .kinds import array_view, is_device_view, like
 from .launch import placement_of, run
 from .plan import plan, plan_backward
 from .problem import Plan
-from .repeat import Lengths
 from .signatures import passing_keywords_to
 
 if TYPE_CHECKING:
@@ -148,9 +147,11 @@ def attention(
     on_host = given is q or not any(map(is_device_view, arrays[:3]))
     if on_host and alibi is sinks is q_len is out is None and no_modifiers and no_dropout:
         numbers = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed)
-        lengths = repeat.NO_LENGTHS if no_lengths else Lengths(kv_len, kv_start, block_table)
+        lengths = repeat.NO_LENGTHS
+        if not no_lengths:
+            lengths = Lengths(align, None, kv_len, kv_start, block_table)
         key = repeat.key_of(arrays, (*numbers, return_lse, backend), window, lengths)
-        found = repeat.answer(key, arrays, align, lengths)
+        found = repeat.answer(key, arrays, lengths)
         if found is not None:
             if given is not q:
                 found = like(given, found[0]), like(given, found[1])

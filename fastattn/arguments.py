@@ -6,7 +6,7 @@ import os
 from math import inf, prod
 from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -165,6 +165,16 @@ def offset_of(align: Any, seqlen_q: Any, seqlen_k: Any) -> Any:
 # --- lengths of each batch entry ----------------------------------------------------------------
 
 
+class Lengths(NamedTuple):
+    """What the caller says of where the rows and keys of each batch entry stand."""
+
+    align: Any = "bottom_right"
+    q_len: Any = None
+    kv_len: Any = None
+    kv_start: Any = None
+    block_table: Any = None
+
+
 def per_batch(name: str, value: Any, lead: tuple[int, ...], low: Any, high: Any) -> np.ndarray:
     """Return int64, of no axes or of shape `lead`, with every value from `low` to `high`."""
     if type(value) is int and type(high) is int and low <= value <= high:
@@ -188,14 +198,7 @@ def per_batch(name: str, value: Any, lead: tuple[int, ...], low: Any, high: Any)
 
 
 def lengths_of(
-    lead: tuple[int, ...],
-    seqlen_q: int,
-    seqlen_k: int,
-    align: Any,
-    q_len: Any,
-    kv_len: Any,
-    kv_start: Any,
-    fold: bool,
+    lead: tuple[int, ...], seqlen_q: int, seqlen_k: int, given: Lengths, fold: bool
 ) -> tuple[np.ndarray | None, int, int, int]:
     """Return (ranges, kv_start, kv_stop, offset) for Operands.ranges.
 
@@ -203,9 +206,9 @@ def lengths_of(
     kind of argument, not by its values, as each kernel is compiled for one case. Unless `fold`,
     that is only so without lengths.
     """
-    if q_len is None and kv_len is None and kv_start is None and _is_one(align):
-        return None, 0, seqlen_k, offset_of(align, seqlen_q, seqlen_k)
-    columns = _columns(lead, seqlen_q, seqlen_k, align, q_len, kv_len, kv_start)
+    if given.q_len is given.kv_len is given.kv_start is None and _is_one(given.align):
+        return None, 0, seqlen_k, offset_of(given.align, seqlen_q, seqlen_k)
+    columns = _columns(lead, seqlen_q, seqlen_k, given)
     is_one_answer = fold and (prod(lead) == 1 or not any(column.ndim for column in columns))
     if is_one_answer and columns[0].flat[0] == seqlen_q:
         _, start, stop, offset = (int(column.flat[0]) for column in columns)
@@ -218,29 +221,16 @@ def _is_one(align: Any) -> bool:
     return isinstance(align, (str, int)) or numpy_view("align", align).ndim == 0
 
 
-def ranges_of(
-    lead: tuple[int, ...],
-    seqlen_q: Any,
-    seqlen_k: Any,
-    align: Any,
-    q_len: Any,
-    kv_len: Any,
-    kv_start: Any,
-) -> np.ndarray:
+def ranges_of(lead: tuple[int, ...], seqlen_q: Any, seqlen_k: Any, given: Lengths) -> np.ndarray:
     """Return Operands.ranges; seqlen_q and seqlen_k may be arrays of shape `lead`."""
-    return _table(lead, _columns(lead, seqlen_q, seqlen_k, align, q_len, kv_len, kv_start))
+    return _table(lead, _columns(lead, seqlen_q, seqlen_k, given))
 
 
 def _columns(
-    lead: tuple[int, ...],
-    seqlen_q: Any,
-    seqlen_k: Any,
-    align: Any,
-    q_len: Any,
-    kv_len: Any,
-    kv_start: Any,
+    lead: tuple[int, ...], seqlen_q: Any, seqlen_k: Any, given: Lengths
 ) -> tuple[np.ndarray, ...]:
     """Return (q_len, kv_start, kv_stop, offset), each int64 of no axes or of shape `lead`."""
+    align, q_len, kv_len, kv_start, _ = given
     rows = per_batch("q_len", seqlen_q if q_len is None else q_len, lead, 0, seqlen_q)
     stop = per_batch("kv_len", seqlen_k if kv_len is None else kv_len, lead, 0, seqlen_k)
     start = ZERO if kv_start is None else per_batch("kv_start", kv_start, lead, 0, stop)

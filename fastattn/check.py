@@ -11,6 +11,7 @@ import numpy as np
 
 from . import dropout
 from .arguments import (
+    Lengths,
     chunk_of,
     cumulative_of,
     dropout_of,
@@ -104,12 +105,12 @@ def check(
         mask, bias = _masks(names, mask, bias, (*rows, seqlen_k), has_heads)
     inputs = q, k, v, mask, bias
     check_places(names, q, zip(names, inputs, strict=False))
-    lengths = (align, q_len, kv_len, kv_start)
+    lengths = Lengths(align, q_len, kv_len, kv_start)
     if block_table is None:
-        ranges, start, stop, offset = lengths_of(lead, seqlen_q, seqlen_k, *lengths, fold)
+        ranges, start, stop, offset = lengths_of(lead, seqlen_q, seqlen_k, lengths, fold)
     else:
         pages = k.shape[::2]
-        ranges, block_table, stop = places_of(block_table, pages, lead, seqlen_q, *lengths)
+        ranges, block_table, stop = places_of(block_table, pages, lead, seqlen_q, lengths)
         start, offset = 0, stop - seqlen_q
     of_call = (lead, seqlen_q, stop - start, offset, start, seqlen_k)
     flags = flag(names.causal, causal), block_table is not None
@@ -160,7 +161,8 @@ def check_packed(
     edges_k = cumulative_of("cu_seqlens_k", cu_seqlens_k, None if paged else k.shape[-2])
     _check_same_batch(edges_q, edges_k)
     lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
-    ranges = ranges_of(lengths_q.shape, lengths_q, lengths_k, align, None, kv_len, kv_start)
+    given = Lengths(align, None, kv_len, kv_start)
+    ranges = ranges_of(lengths_q.shape, lengths_q, lengths_k, given)
     if paged:
         table = packed_table(block_table, lengths_k, k.shape[2])
         block_table = used_pages(table, ranges, k.shape[::2], int(lengths_k.max(initial=0)))

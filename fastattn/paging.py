@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import ranges_of
+from .arguments import Lengths, ranges_of
 from .arrays import Names, all_below, integers
 
 TABLE_RULE = "an array of ints of shape (..., max_pages)"
@@ -68,10 +68,7 @@ def places_of(
     pages: tuple[int, int],
     lead: tuple[int, ...],
     seqlen_q: int,
-    align: Any,
-    q_len: Any,
-    kv_len: Any,
-    kv_start: Any,
+    given: Lengths,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return Operands.ranges and block_table, and for how many keys to plan: those of the entry
     that has most, in steps.
@@ -79,9 +76,9 @@ def places_of(
     pages : (num_pages, page_size)
     """
     capacity = table.shape[-1] * pages[1]
-    ranges = ranges_of(lead, seqlen_q, capacity, align, q_len, kv_len, kv_start)
+    ranges = ranges_of(lead, seqlen_q, capacity, given)
     stop = int(ranges[:, 2].max(initial=0))
-    most = stop if kv_start is None else int((ranges[:, 2] - ranges[:, 1]).max(initial=0))
+    most = stop if given.kv_start is None else int((ranges[:, 2] - ranges[:, 1]).max(initial=0))
     table = used_pages(table, ranges, pages, stop)
     return ranges, table, min(-(-most // STEP) * STEP, capacity)
 

@@ -8,12 +8,12 @@ all others take the long way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import guards
-from .arguments import lengths_of
+from .arguments import Lengths, lengths_of
 from .cpu.threads import get_num_threads
 from .paging import places_of, table_of
 from .problem import Operands, Plan
@@ -24,18 +24,8 @@ if TYPE_CHECKING:
 Key = tuple[Any, ...]
 SCALARS = {type(None), bool, int, float, str}
 MOST = 512  # calls to keep
+NO_LENGTHS = Lengths()  # of calls without lengths and pages, whatever their align
 _known: dict[Key, Repeat] = {}
-
-
-class Lengths(NamedTuple):
-    """Arguments of a call that may be arrays."""
-
-    kv_len: Any = None
-    kv_start: Any = None
-    block_table: Any = None
-
-
-NO_LENGTHS = Lengths()
 
 
 def key_of(
@@ -71,29 +61,24 @@ def find(key: Key | None) -> Repeat | None:
 
 
 def ranges_and_table(
-    known: Repeat, k: np.ndarray, align: Any, lengths: Lengths
+    known: Repeat, k: np.ndarray, lengths: Lengths
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
     """Operands.ranges and block_table of a call like one with lengths that was made before; None if
     these want another plan. Errors are those of check().
     """
     lead, seqlen_q = known.lead, known.problem.seqlen_q
-    kv_len, kv_start, block_table = lengths
-    of_entries = align, None, kv_len, kv_start
-    if block_table is None:
-        ranges, *_ = lengths_of(lead, seqlen_q, k.shape[-2], *of_entries, True)
+    if lengths.block_table is None:
+        ranges, *_ = lengths_of(lead, seqlen_q, k.shape[-2], lengths, True)
         return None if ranges is None else (ranges, None)
-    table = table_of(block_table)
+    table = table_of(lengths.block_table)
     if table.shape[:-1] != lead:
         return None
-    ranges, table, keys = places_of(table, k.shape[::2], lead, seqlen_q, *of_entries)
+    ranges, table, keys = places_of(table, k.shape[::2], lead, seqlen_q, lengths)
     return (ranges, table) if keys == known.problem.seqlen_k else None
 
 
 def answer(
-    key: Key | None,
-    arrays: tuple[Any, ...],
-    align: Any = "bottom_right",
-    lengths: Lengths = NO_LENGTHS,
+    key: Key | None, arrays: tuple[Any, ...], lengths: Lengths = NO_LENGTHS
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
     """(out, lse or None) of a call, if one like it has been made before."""
     known = find(key)
@@ -101,7 +86,7 @@ def answer(
         return None
     if lengths is NO_LENGTHS:
         return known.run(arrays)
-    places = ranges_and_table(known, arrays[1], align, lengths)
+    places = ranges_and_table(known, arrays[1], lengths)
     return None if places is None else known.run(arrays, *places)
 
 

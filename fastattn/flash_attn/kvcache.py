@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import repeat
-from ..arguments import flag, per_batch
+from ..arguments import Lengths, flag, per_batch
 from ..arrays import NAMES as CORE_NAMES
 from ..arrays import canonical, integers
 from ..check import check
@@ -15,7 +15,6 @@ from ..errors import raising_argument_errors
 from ..kinds import is_tensor, like, numpy_view
 from ..launch import run
 from ..problem import Operands, Problem
-from ..repeat import Lengths
 from .arguments import NAMES, NO_WINDOW, check_batch, tokens_first, window_of
 from .call import with_infinity
 from .rotation import angles_at, check_tables, turned
@@ -118,8 +117,8 @@ def flash_attn_with_kvcache(
             rows, new[0] = _turned(rows, new[0], lengths, angles, interleaved, is_local)
     options: dict[str, Any] = {"scale": softmax_scale, "causal": causal, "softcap": softcap}
     options |= {"window": window, "alibi": alibi_slopes, "return_lse": return_softmax_lse}
-    lengths_of_keys = Lengths(kv_len, cache_leftpad, cache.table)
-    out, lse = _attend(rows, cache, lengths_of_keys, options, places, new)
+    given = Lengths(kv_len=kv_len, kv_start=cache_leftpad, block_table=cache.table)
+    out, lse = _attend(rows, cache, given, options, places, new)
     return (like(q, out), with_infinity(like(q, lse))) if return_softmax_lse else like(q, out)
 
 
@@ -139,7 +138,7 @@ def _attend(
         key = repeat.key_of(views, scalars, options["window"], lengths)
     known = repeat.find(key)
     if known is not None:
-        ready = repeat.ranges_and_table(known, views[1], "bottom_right", lengths)
+        ready = repeat.ranges_and_table(known, views[1], lengths)
     checked = None if ready else _checked(views, lengths, options)
     if places is not None:
         cache.k[places], cache.v[places] = new
