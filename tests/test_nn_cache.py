@@ -276,6 +276,7 @@ ERRORS = {
         "dtype must be float16, bfloat16, float32 or float64, got int64",
     ),
     "heads": (lambda: nn.KVCache(0, 4), ValueError, "heads_kv must be an int >= 1, got 0"),
+    "dim": (lambda: nn.KVCache(2, 4.0), TypeError, "head_dim must be an int >= 0, got float"),
     "left": (lambda: small(left=-1), ValueError, "left must be an int >= 0, got -1"),
     "truncate": (lambda: small().truncate(1), ValueError, "seqlen must lie from 0 to 0, got 1"),
     "truncate-left": (

@@ -199,7 +199,7 @@ ERRORS = {
     ),
     "out-overlap": (overlapping, ValueError, "out must be x or not overlap it"),
     "out-read-only": (read_only, ValueError, "out must be writeable"),
-    "odd": (lambda: Rope(7), ValueError, "rotary_dim must be even and at least 2, got 7"),
+    "odd": (lambda: Rope(7), ValueError, "rotary_dim must be even, got 7"),
     "base": (lambda: Rope(8, base=0.0), ValueError, "base must be positive and finite, got 0.0"),
     "positions-float": (
         lambda: Rope(8).rotation([0.5]),

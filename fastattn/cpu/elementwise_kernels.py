@@ -35,7 +35,7 @@ SQRT_8_PI = 1.5957691216057308  # 2 sqrt(2 / pi)
 
 
 def elementwise_kernel(function: str, dtype: str, unit: VectorUnit):
-    """Return the kernel of a function of elementwise.OPERANDS."""
+    """Return the kernel of a function of elementwise_job.OPERANDS."""
     lanes = unit.lanes(ITEMSIZE[dtype])
     match OPERANDS[function]:
         case (*_, "up"):

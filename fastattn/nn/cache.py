@@ -63,10 +63,12 @@ class KVCache:
         capacity: int | None = None,
         left: int | None = None,
     ) -> None:
-        sizes = {"heads_kv": heads_kv, "reserve": reserve, "capacity": capacity, "left": left}
-        for name, size in sizes.items():
-            if size is not None:
-                count(name, size, 0 if name == "left" else 1)
+        at_least_1 = {"heads_kv": heads_kv, "reserve": reserve, "capacity": capacity}
+        at_least_0 = {"head_dim": head_dim, "head_dim_v": head_dim_v, "left": left}
+        for low, sizes in enumerate((at_least_0, at_least_1)):
+            for name, size in sizes.items():
+                if size is not None:
+                    count(name, size, low)
         if not float_name(np.dtype(dtype)):
             raise TypeError(f"dtype must be {FLOAT_RULE}, got {np.dtype(dtype)}")
         self.capacity, self.left = capacity, left

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ...arguments import count
 from .integers import positions_of
 from .rotary import Rotation
 from .scaling import NoScaling, Scaling, check_positive
@@ -29,8 +30,8 @@ class Rope:
     scaling: Scaling = field(default_factory=NoScaling)
 
     def __post_init__(self) -> None:
-        if self.rotary_dim < 2 or self.rotary_dim % 2:
-            raise ValueError(f"rotary_dim must be even and at least 2, got {self.rotary_dim}")
+        if count("rotary_dim", self.rotary_dim, 2) % 2:
+            raise ValueError(f"rotary_dim must be even, got {self.rotary_dim}")
         check_positive("base", self.base)
 
     def frequencies(self, seqlen: int = 0) -> np.ndarray:
