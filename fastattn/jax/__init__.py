@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 try:
     import jax
-except ImportError as error:
+except ModuleNotFoundError as error:
     raise ImportError(
         "fastattn.jax needs jax, which is not installed: pip install 'fastattn[jax]'"
     ) from error

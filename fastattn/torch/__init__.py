@@ -2,9 +2,10 @@
 
 try:
     import torch as _torch  # noqa: F401
-except ImportError:
-    message = "fastattn.torch needs torch, which is not installed: pip install 'fastattn[torch]'"
-    raise ImportError(message) from None
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "fastattn.torch needs torch, which is not installed: pip install 'fastattn[torch]'"
+    ) from error
 
 from ..errors import ArgumentError, ArgumentTypeError
 from .api import attention
