@@ -33,7 +33,7 @@ class Guarded:
         # Aligned as NumPy aligns large arrays.
         raw = np.full(nbytes + 2 * GUARD + 64, 0xFF, np.uint8)
         start = GUARD - raw.ctypes.data % 64 + 64
-        self._raw, self.memory = raw, raw[start : start + nbytes]
+        self.memory = raw[start : start + nbytes]
         self._edges = raw[:start], raw[start + nbytes :]
 
     def check(self, name: str) -> None:

@@ -136,6 +136,15 @@ def test_backends_agree(rng):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
 
 
+def test_a_key_mask_beside_no_mask(rng):
+    x, weights = rng.standard_normal((2, 5, 16)), make_layer(rng, 16, 4, 24, dtype=F8)
+    given = (x, x, weights.attention)
+    mask = np.arange(5) < np.array([[5], [3]])
+    dx, _ = nn.multihead_attention_backward(*given, key_mask=mask, mask=None)
+    same, _ = nn.multihead_attention_backward(*given, mask=mask[:, None, None])
+    np.testing.assert_array_equal(dx, same)
+
+
 def test_wrong_arguments(rng):
     x, weights = rng.standard_normal((2, 5, 16)), make_linear(rng, 16, 16, F8)
     with pytest.raises(ValueError, match=r"dy must have the shape of the result, \(2, 5, 16\)"):

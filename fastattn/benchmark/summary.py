@@ -40,12 +40,6 @@ def rows(case: str, result: dict[str, Any], baseline: str) -> list[Row]:
     return found
 
 
-def fastest_peer(found: list[Row], ours: str) -> Row | None:
-    """The row a user would pick instead: neither ours nor fastattn's fallback."""
-    others = [row for row in found if row.contender != ours and "fastattn" not in row.contender]
-    return min(others, key=lambda row: row.ratio, default=None)
-
-
 def time_text(seconds: float) -> str:
     """Three digits and a unit."""
     for limit, unit in ((1e-3, 1e6), (1.0, 1e3)):

@@ -18,7 +18,7 @@ from ..backward import attention_backward
 from ..signatures import passing_keywords_to
 from .activations import activate, check_activation
 from .linear import LinearWeights, check_float_array, check_like, check_tokens, linear
-from .multihead import core_mask, join_heads, project_heads
+from .multihead import core_options, join_heads, project_heads
 from .multihead_weights import MultiHeadWeights
 from .norms import LayerNormWeights, NormWeights, add_norm
 from .transformer import TransformerLayerWeights
@@ -200,13 +200,7 @@ def _core_options(
     """Return the arguments of attention() that the layer stands for."""
     if weights.extra is not None:
         raise NotImplementedError("weights.extra must be None, as it has no gradient here, got one")
-    options = options | {"backend": backend}
-    if key_mask is not None:
-        visible = core_mask(key_mask, x.shape[:-1])
-        options["mask"] = visible & options["mask"] if "mask" in options else visible
-    if weights.sinks is not None:
-        options.setdefault("sinks", weights.sinks)
-    return options
+    return core_options(weights, key_mask, x.shape[:-1], options | {"backend": backend})
 
 
 def _attend(x: np.ndarray, weights: MultiHeadWeights, options: dict[str, Any]) -> _Attended:

@@ -80,14 +80,8 @@ def multihead_attention(
         others = {"keys": keys, "values": values, "key_mask": key_mask, "cache": cache}
         _check_packed(x, others | {"weights.extra": weights.extra})
     tokens_k = x.shape[-2] + cache.seqlen if cache is not None else _tokens_of(x, keys)
-    if key_mask is not None:
-        visible = core_mask(key_mask, (*x.shape[:-2], tokens_k))
-        given = options.get("mask")
-        options["mask"] = visible if given is None else visible & given
-    options["causal"] = cache is not None if causal is None else causal
-    options["backend"] = backend
-    if weights.sinks is not None:
-        options.setdefault("sinks", weights.sinks)
+    options |= {"causal": cache is not None if causal is None else causal, "backend": backend}
+    options = core_options(weights, key_mask, (*x.shape[:-2], tokens_k), options)
     q, k, v = _heads(x, keys, values, weights, rotary, backend)
     # Heads side by side in memory, as the projection back wants them.
     mixed = np.empty((*x.shape[:-1], weights.num_heads, weights.head_dim_v), x.dtype)
@@ -266,7 +260,25 @@ def _check_packed(x: np.ndarray, others: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be None with cu_seqlens, got {type(value).__name__}")
 
 
-def core_mask(key_mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def core_options(
+    weights: MultiHeadWeights,
+    key_mask: np.ndarray | None,
+    shape: tuple[int, ...],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the options of attention(): key_mask, of this shape, has become part of the mask, and
+    the sinks are those of the weights unless others are given.
+    """
+    found = dict(options)
+    if key_mask is not None:
+        visible, given = _core_mask(key_mask, shape), options.get("mask")
+        found["mask"] = visible if given is None else visible & given
+    if weights.sinks is not None:
+        found.setdefault("sinks", weights.sinks)
+    return found
+
+
+def _core_mask(key_mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """key_mask of exactly the given shape as (..., 1, 1, tokens), which the core broadcasts.
 
     Exactly: a (batch, tokens) mask of another meaning would broadcast silently if batch == tokens.
