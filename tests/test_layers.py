@@ -101,7 +101,7 @@ LAYERS = [
     "cuda.tensor.operation cuda.tensor.shapes cuda.tensor.products cuda.tensor.warpgroup",
     "cuda.tensor.tiles cuda.tensor.gradient_tilings",
     "cuda.tensor.mma cuda.tensor.tilings",
-    "cpu.decode cpu.backward",
+    "cpu.decode cpu.backward cpu.region",
     "cpu.forward cuda.softmax cuda.place cuda.writing",
     "cuda.scores",
     "cpu.overflow",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 from processes import fresh
 
@@ -9,11 +11,15 @@ import fastattn
 
 torch = pytest.importorskip("torch")
 
+from fastattn.cpu import image  # noqa: E402
+from fastattn.cpu import run as cpu_run  # noqa: E402
 from fastattn.cpu import threads as pool  # noqa: E402
+from fastattn.cpu.job import PLACE, Counter, Job  # noqa: E402
+from fastattn.cpu.share import Share  # noqa: E402
 from fastattn.torch import dispatch, scaled_dot_product_attention, threads  # noqa: E402
 
 needs_region = pytest.mark.skipif(
-    threads._open_region is None, reason="torch's OpenMP library has no GOMP_parallel"
+    threads._of_torch is None, reason="torch's OpenMP library has no GOMP_parallel"
 )
 
 
@@ -28,24 +34,41 @@ def two_threads(monkeypatch):
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def regions(monkeypatch):
+    """How many threads each parallel region was opened for."""
+    seen = []
+
+    def open_region(body, data, count):
+        seen.append(count)
+        real.open(body, data, count)
+
+    real = threads._of_torch
+    monkeypatch.setattr(threads, "_of_torch", real._replace(open=open_region))
+    return seen
+
+
 @needs_region
-def test_same_bits_on_torchs_threads(two_threads, monkeypatch):
-    runs = []
-
-    def spy(work, count):
-        runs.append(count)
-        threads.run(work, count)
-
+def test_same_bits_on_torchs_threads(two_threads, regions):
     q = torch.randn(2, 8, 300, 64)
     wanted = fastattn.attention(q, q, q)
-    monkeypatch.setattr(threads, "lend", lambda run: pool.lend(run and spy))
     assert torch.equal(scaled_dot_product_attention(q, q, q), wanted)
-    assert runs == [2]
+    assert regions == [2]
     fastattn.attention(q, q, q)  # not lent any more
-    assert runs == [2]
+    assert regions == [2]
     q.requires_grad_()
     scaled_dot_product_attention(q, q, q).sum().backward()
-    assert runs == [2, 2, 2]
+    assert regions == [2, 2, 2]
+
+
+@needs_region
+def test_regions_until_all_is_done(two_threads, regions, monkeypatch):
+    monkeypatch.setattr(cpu_run, "FLOP_PER_CALL", 1)  # one item, then Python may act
+    cpu_run._prepare.cache_clear()
+    q = torch.randn(1, 12, 700, 32)
+    wanted = fastattn.attention(q, q, q)
+    assert torch.equal(scaled_dot_product_attention(q, q, q), wanted)
+    assert len(regions) > 1
 
 
 def test_no_more_threads_than_torchs(two_threads, monkeypatch):
@@ -56,20 +79,25 @@ def test_no_more_threads_than_torchs(two_threads, monkeypatch):
         torch.set_num_threads(count)
         scaled_dot_product_attention(q, q, q)
     assert set(seen) <= {2, 1}
-    assert seen[-1] == 1 or threads._open_region is None
+    assert seen[-1] == 1 or threads._of_torch is None
 
 
 @needs_region
-def test_errors_reach_the_caller():
-    begun = []
+def test_a_kernel_that_fails_in_a_region_is_named(two_threads):
+    @image.ENTRY
+    def fails(result, error, job, scratch, quota):
+        return -1
 
-    def work():
-        begun.append(1)
-        raise KeyError("work")
-
-    with pytest.raises(KeyError, match="work"):
-        threads.run(work, 2)
-    assert 1 <= len(begun) <= 2
+    address = ctypes.cast(fails, ctypes.c_void_p).value
+    kernel = image.call_at(address, "('test', 'fails')", fails)
+    job, counter = Job(), Counter()
+    job[PLACE["num_items"]] = 5
+    pool.lend(threads._of_torch)
+    try:
+        with pytest.raises(RuntimeError, match=r"kernel \('test', 'fails'\) failed with status -1"):
+            Share(kernel, job, counter, 64, ()).run(2, 1)
+    finally:
+        pool.lend(None)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 from ..machine import VectorUnit
 from ..problem import Variant
-from . import elementwise, run, run_backward
+from . import elementwise, run, run_backward, share
 from .elementwise_job import OPERANDS
 
 
@@ -18,6 +18,7 @@ def kernels() -> dict[Hashable, Callable[[VectorUnit], Callable]]:
     return {
         **{key: run.builder(*key) for key in forward},
         **{("backward", variant): run_backward.builder(variant) for variant in variants},
+        share.BODY: share.body_builder,
         **{("elementwise", *names): elementwise.builder(*names) for names in both},
     }
 

@@ -45,23 +45,41 @@ PAGE, ADD = 275, 277  # adrp and the add after it
 LOAD = {278: 0, 284: 1, 285: 2, 286: 3, 299: 4}  # log2 of the bytes that an instruction moves
 BRANCH = {282, 283}
 
-_kept: list[Any] = []  # machine code, for as long as the process lives
+
+class Entry(NamedTuple):
+    """Where a kernel begins, a function of the type ENTRY."""
+
+    address: int
+    name: str
+    keep: Any  # what holds the machine code
+
+    def failure(self, status: int) -> RuntimeError:
+        """The error of a kernel that did not answer 0."""
+        return RuntimeError(f"kernel {self.name} failed with status {status}")
+
+
+_entries: dict[Kernel, Entry] = {}  # of all kernels, for as long as the process lives
 
 
 def call_at(address: int, name: str, keep: Any) -> Kernel:
     """The kernel whose entry lies at an address; `keep` is what holds its memory."""
-    call = ENTRY(address)
-    _kept.append(keep)
+    call, entry = ENTRY(address), Entry(address, name, keep)
 
     def run(job: int, scratch: int, quota: int) -> int:
         answer = ANSWER()
         place = ctypes.addressof(answer)
         status = call(place, place + 8, job, scratch, quota)
         if status:
-            raise RuntimeError(f"kernel {name} failed with status {status}")
+            raise entry.failure(status)
         return answer[0]
 
+    _entries[run] = entry
     return run
+
+
+def entry_of(kernel: Kernel) -> Entry:
+    """Where it begins."""
+    return _entries[kernel]
 
 
 def load(path: Path, name: str) -> Kernel:

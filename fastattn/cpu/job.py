@@ -95,6 +95,18 @@ LN_2 = 0.6931471805599453
 LINE = 64  # bytes of a cache line
 NO_MORE = 1 << 62  # a counter past every item
 Counter = ctypes.c_int64 * 2  # how many items threads have drawn, and how many they have done
+# What the body of a parallel region is given.
+BODY_FIELDS = (
+    "result",  # a word that it writes to
+    "kernel",  # addresses
+    "job",
+    "scratch",
+    "scratch_stride",  # bytes from the scratch of one thread to that of the next
+    "quota",  # items that each thread may do
+    "thread_number",  # address of the C function that tells a thread its number, from 0 on
+    "status",  # of a kernel that failed
+)
+Body = ctypes.c_int64 * len(BODY_FIELDS)
 DONE = 1 << 62  # progress of an item that has come to its end
 ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
 # Registers of scratch for products.few_scores() and masking.mask_row()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from ctypes import Array, addressof
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import guards
+from ..machine import VectorUnit
 from . import compile, threads
-from .job import LINE, NO_MORE
+from .image import entry_of
+from .job import LINE, NO_MORE, PLACE, Body
 from .layout import address
 
 # Bytes of scratch that a thread keeps for its next call: fresh pages cost 0.1 ms a call.
 SCRATCH_KEPT = 8 << 20
 _kept = threading.local()
+BODY = "body of a region"  # key of a kernel
+# In a region, all threads wait for the last before Python acts: less often, every 20 to 200 ms.
+CALLS_A_REGION = 4
 
 
 class Share(NamedTuple):
@@ -33,6 +40,11 @@ class Share(NamedTuple):
         Raises MemoryError before it has begun if this thread finds no scratch; pool threads that
         find none leave their items to others.
         """
+        region = None if num_threads == 1 or guards.ON else threads.lent()
+        body = None if region is None else _body()
+        if region is not None and body is not None:
+            self._run_in(region, body, num_threads, CALLS_A_REGION * items_per_call)
+            return
         mine = _scratch(self.scratch_bytes)
         if num_threads == 1:
             self._work(mine, items_per_call)
@@ -51,6 +63,19 @@ class Share(NamedTuple):
 
         # Nobody would hear of damage that a thread finds once the others are done.
         threads.run_on_threads(work, num_threads, None if guards.ON else self.is_done)
+
+    def _run_in(
+        self, region: threads.Region, body: compile.Kernel, num_threads: int, quota: int
+    ) -> None:
+        """The same on the threads of another library."""
+        stride = (self.scratch_bytes + LINE - 1) & -LINE
+        _, scratch = _scratch(num_threads * stride + LINE, num_threads * SCRATCH_KEPT)
+        entry, job = entry_of(self.kernel), addressof(self.job)
+        data = Body(0, entry.address, job, scratch, stride, quota, region.thread_number, 0)
+        while self.counter[1] < self.job[PLACE["num_items"]]:
+            region.open(entry_of(body).address, addressof(data), num_threads)
+            if data[-1]:
+                raise entry.failure(data[-1])
 
     def is_done(self) -> bool:
         """Wait a while; return whether all items are done."""
@@ -83,12 +108,25 @@ def _aligned(scratch: np.ndarray) -> int:
     return (address(scratch) + LINE - 1) & -LINE
 
 
-def _scratch(nbytes: int) -> tuple[np.ndarray, int]:
+def _scratch(nbytes: int, most_kept: int = SCRATCH_KEPT) -> tuple[np.ndarray, int]:
     """This thread's scratch, which holds whatever the last call left, and where it begins."""
     found = getattr(_kept, "scratch", None)
     if found is None or found[0].nbytes < nbytes:
         buffer = np.empty(nbytes, np.uint8)
         found = buffer, _aligned(buffer)
-        if nbytes <= SCRATCH_KEPT:
+        if nbytes <= most_kept:
             _kept.scratch = found
     return found
+
+
+@functools.cache
+def _body() -> compile.Kernel | None:
+    """The body of a parallel region; None where it would have to be compiled and cannot be."""
+    return None if compile.unavailable(BODY) else compile.kernel(BODY, body_builder)
+
+
+def body_builder(unit: VectorUnit) -> Callable:
+    """What builds the kernel BODY."""
+    from .region import body_kernel
+
+    return body_kernel(unit)

@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ..arguments import count
 from ..machine import default_num_threads
@@ -62,13 +63,21 @@ def num_threads(n: int) -> Iterator[None]:
         _scope.reset(token)
 
 
-def lend(run: Callable[[Callable[[], object], int], object] | None) -> None:
-    """Let calls made in this thread run on the threads of another library, until lend(None).
+class Region(NamedTuple):
+    """Threads of another library, which run the body of a parallel region all at once."""
 
-    run(work, count) calls work() on up to `count` threads, this one included, and returns when all
-    have ended; it passes errors on.
-    """
-    _this_thread.lender = run
+    open: Callable[[int, int, int], None]  # (address of body, of its data, threads): when all end
+    thread_number: int  # address of the C function that tells a thread its number, from 0 on
+
+
+def lend(region: Region | None) -> None:
+    """Let kernels called in this thread run on another library's threads, until lend(None)."""
+    _this_thread.region = region
+
+
+def lent() -> Region | None:
+    """What was lent to this thread."""
+    return getattr(_this_thread, "region", None)
 
 
 class _Share:
@@ -199,10 +208,6 @@ def run_on_threads(
     calling thread alone. It should hold a reference to all memory that it touches: Python may
     interrupt this function anywhere, so the caller's references alone would not be enough.
     """
-    lender = getattr(_this_thread, "lender", None)
-    if lender is not None and count > 1:
-        lender(work, count)
-        return
     shares: list[_Share] = []
     try:
         if count > 1 and not getattr(_this_thread, "inside", False):

@@ -14,51 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cpu.threads import get_num_threads, lend, num_threads
+from ..cpu.threads import Region, get_num_threads, lend, num_threads
 from .dispatch import is_large
 
-FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-
-def _parallel() -> Callable[..., None] | None:
-    """The entry of torch's OpenMP library to a parallel region, where it has one of that name."""
+def _region() -> Region | None:
+    """Parallel regions of torch's OpenMP library, where it has GCC's names for them."""
     try:
-        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+        library = ctypes.CDLL(torch._C.__file__)
+        parallel, number = library.GOMP_parallel, library.omp_get_thread_num
     except (AttributeError, OSError):
         return None
-    parallel.argtypes = (FUNCTION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
-    return parallel
+    no_flags = 0
+    return Region(
+        lambda body, data, count: parallel(body, data, count, no_flags),
+        ctypes.cast(number, ctypes.c_void_p).value or 0,
+    )
 
 
-_open_region = _parallel()
-
-
-def run(work: Callable[[], object], count: int) -> None:
-    """Call work() on up to `count` of torch's threads, this one included; the first error is
-    raised when all have ended.
-    """
-    errors: list[BaseException] = []
-
-    def begin(_: Any) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    region = _open_region
-    if region is None:  # forked since
-        begin(None)
-    else:
-        region(FUNCTION(begin), None, count, 0)
-    if errors:
-        raise errors[0]
+_of_torch = _region()
 
 
 def _reset_after_fork() -> None:
     """OpenMP's threads are gone in a forked child, but it waits for them: fastattn's own do."""
-    global _open_region
-    _open_region = None
+    global _of_torch
+    _of_torch = None
 
 
 if hasattr(os, "register_at_fork"):
@@ -77,9 +59,9 @@ def on_threads_of_torch(
     if most < get_num_threads():
         with num_threads(most):
             return on_threads_of_torch(of, function, *arguments, **options)
-    if _open_region is None or not is_large(*of):
+    if _of_torch is None or not is_large(*of):
         return function(*arguments, **options)
-    lend(run)
+    lend(_of_torch)
     try:
         return function(*arguments, **options)
     finally:
