@@ -16,7 +16,7 @@ from fastattn.cpu import run as cpu_run  # noqa: E402
 from fastattn.cpu import threads as pool  # noqa: E402
 from fastattn.cpu.job import PLACE, Counter, Job  # noqa: E402
 from fastattn.cpu.share import Share  # noqa: E402
-from fastattn.torch import dispatch, scaled_dot_product_attention, threads  # noqa: E402
+from fastattn.torch import scaled_dot_product_attention, threads  # noqa: E402
 
 needs_region = pytest.mark.skipif(
     threads._of_torch is None, reason="torch's OpenMP library has no GOMP_parallel"
@@ -24,9 +24,8 @@ needs_region = pytest.mark.skipif(
 
 
 @pytest.fixture
-def two_threads(monkeypatch):
-    """Two threads for both, and every call large enough to use torch's."""
-    monkeypatch.setattr(dispatch, "MUCH_BYTES", 0)
+def two_threads():
+    """Two threads for both."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     with fastattn.num_threads(2):

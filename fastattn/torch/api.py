@@ -61,7 +61,7 @@ def attention(
         is_plain_call = type(dropout_p) is float and dropout_p == 0
         if is_plain_call and is_direct(q, k, v, bias, mask, alibi, sinks):
             options |= {"window": window, "return_lse": return_lse}
-            return on_threads_of_torch((q, k, v), _directly, q, k, v, **options)
+            return on_threads_of_torch(_directly, q, k, v, **options)
         for name in ("q_len", "kv_len", "kv_start"):
             options[name] = _ints(options[name])
         if not isinstance(align, str):

@@ -54,7 +54,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of tensors in the memory of the CPU."""
-    return on_threads_of_torch(arguments[:3], _forward, Call(*arguments))
+    return on_threads_of_torch(_forward, Call(*arguments))
 
 
 def _forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def backward(
         of_call = call.options() | asked
         results = (dout, call.q, call.k, call.v, out, lse)
         of_call["dlse"] = dlse
-        return list(on_threads_of_torch(call[:3], attention_backward, *results, **of_call))
+        return list(on_threads_of_torch(attention_backward, *results, **of_call))
 
 
 def _fake_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> list[Tensor]:

@@ -71,7 +71,7 @@ def scaled_dot_product_attention(
         is_plain_call = type(dropout_p) is float and dropout_p == 0
         if is_plain_call and is_direct(query, key, value, attn_mask):
             known = (query, key, value, attn_mask, scale, is_causal, enable_gqa)
-            return on_threads_of_torch(known[:3], _directly, *known)
+            return on_threads_of_torch(_directly, *known)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if torch.compiler.is_compiling() or torch.jit.is_tracing():

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..cpu.threads import Region, get_num_threads, lend, num_threads
-from .dispatch import is_large
 
 
 def _region() -> Region | None:
@@ -47,20 +45,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def on_threads_of_torch(
-    of: tuple[Tensor, ...], function: Callable[..., Any], *arguments: Any, **options: Any
-) -> Any:
-    """Return function(...), with at most as many threads as torch.set_num_threads() allows.
-
-    of: query, key and value. Where they are small, fastattn's own pool is as fast, and does not
-    wait for a thread that the system has stopped.
-    """
+def on_threads_of_torch(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return function(...), with at most as many threads as torch.set_num_threads() allows."""
     most = torch.get_num_threads()
     if most < get_num_threads():
         with num_threads(most):
-            return on_threads_of_torch(of, function, *arguments, **options)
-    if _of_torch is None or not is_large(*of):
-        return function(*arguments, **options)
+            return on_threads_of_torch(function, *arguments, **options)
     lend(_of_torch)
     try:
         return function(*arguments, **options)
