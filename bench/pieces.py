@@ -164,17 +164,22 @@ def softmax_piece(block: Block) -> Piece:
     def softmax(unit):
         from fastattn.cpu.memory import at, pointer_to
         from fastattn.cpu.registers import jit
-        from fastattn.cpu.softmax import row_update
+        from fastattn.cpu.softmax import row_top, row_update
 
-        update, real = row_update(dtype, lanes), pointer_to(dtype)
+        largest, update, real = row_top(dtype, lanes), row_update(dtype, lanes), pointer_to(dtype)
         scale = getattr(np, dtype)(0.125)
 
         @jit
         def body(f):
-            s, acc, state = real(f[0]), real(f[1]), real(f[2])
-            for m in range(f[3]):
+            s, acc, state, rows, keys = real(f[0]), real(f[1]), real(f[2]), f[3], f[4]
+            top = largest(s, 0, keys)
+            for m in range(rows):
                 row, out = at(s, m * f[5]), at(acc, m * f[6])
-                update(row, 0, f[4], scale, out, f[6], at(state, m), at(state, f[3] + m), False)
+                row_top = top
+                if m + 1 < rows:
+                    top = largest(at(row, f[5]), 0, keys)
+                row_max, row_sum = at(state, m), at(state, rows + m)
+                update(row, 0, keys, row_top, scale, out, f[6], row_max, row_sum, False)
 
         return body
 

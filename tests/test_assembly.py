@@ -125,15 +125,18 @@ def row_kernel(target, dtype):
     """Assembly of the online softmax on one row."""
     from fastattn.cpu.memory import pointer_to
     from fastattn.cpu.registers import ITEMSIZE, jit
-    from fastattn.cpu.softmax import row_update
+    from fastattn.cpu.softmax import row_top, row_update
 
-    real, update = pointer_to(dtype), row_update(dtype, target.unit.lanes(ITEMSIZE[dtype]))
+    real, lanes = pointer_to(dtype), target.unit.lanes(ITEMSIZE[dtype])
+    largest, update = row_top(dtype, lanes), row_update(dtype, lanes)
 
     @jit
     def body(job):
         scale, exclude = real(job[3])[0], job[8] != 0
         acc, row_max, row_sum = real(job[4]), real(job[6]), real(job[7])
-        update(real(job[0]), job[1], job[2], scale, acc, job[5], row_max, row_sum, exclude)
+        s, start, stop = real(job[0]), job[1], job[2]
+        top = largest(s, start, stop)
+        update(s, start, stop, top, scale, acc, job[5], row_max, row_sum, exclude)
 
     return compile.assembly(wrapped(body), target)
 

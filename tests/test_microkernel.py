@@ -243,7 +243,7 @@ def blocks(dtype, storage):
                 k, part = stored(job[3]), real(job[10])
                 lying(a, count, job[6], k, job[7], job[8], job[9], c, rs_c, part)
             elif job[0] == 2:
-                output(a, job[6], count, b, job[7], job[8], job[9], c, rs_c)
+                output(a, job[6], count, b, job[7], job[8], job[9], c, rs_c, job[10])
             else:
                 few(a, job[6], count, b, job[7], job[8], job[9], c, rs_c)
 
@@ -301,8 +301,10 @@ def test_output_of_a_block(machine, dtype, rng):
     keys, panel_n = 7, 9
     for count in (1, 3, 4, mr, 2 * mr + 3):
         for width in (lanes, nr, nr + lanes, 3 * nr, 9 * lanes, 11 * lanes):
+            head_dim_v = width - (count % 3 + 1) * lanes // 4  # more or less than half a register
             v = Guarded((keys, width), dtype, gap=3)
             v.view[...] = whole_numbers(rng, v.view.shape, dtype)
+            v.view[:, head_dim_v:] = 0
             panels = np.full(panel_n * width, np.nan, dtype)
             for d in range(0, width, nr):
                 panel = v.view[:, d : d + nr]
@@ -314,5 +316,6 @@ def test_output_of_a_block(machine, dtype, rng):
                 expected = before + p.view[:, start:stop] @ v.view[start:stop]
                 for which, values, step in ((2, panels, panel_n), (3, v, v.stride)):
                     acc = Guarded((count, width), dtype, value=before)
-                    on_block(machine, which, p, values, acc, p.stride, step, start, stop)
+                    sizes = p.stride, step, start, stop, head_dim_v
+                    on_block(machine, which, p, values, acc, *sizes)
                     acc.check(expected)

@@ -19,10 +19,10 @@ def softmaxes(dtype):
         from fastattn.cpu.products import careful_product
         from fastattn.cpu.registers import ITEMSIZE, jit
         from fastattn.cpu.rows import add_sink
-        from fastattn.cpu.softmax import drop_row, merge, row_update
+        from fastattn.cpu.softmax import drop_row, merge, row_top, row_update
 
         real, lanes = pointer_to(dtype), unit.lanes(ITEMSIZE[dtype])
-        update, fold = row_update(dtype, lanes), merge(dtype, lanes)
+        largest, update, fold = row_top(dtype, lanes), row_update(dtype, lanes), merge(dtype, lanes)
         careful, drop = careful_product(dtype, unit), drop_row(dtype, lanes)
         sink, integers = add_sink(dtype, lanes), pointer_to("int64")
 
@@ -31,8 +31,8 @@ def softmaxes(dtype):
             first, acc, state = real(job[1]), real(job[5]), real(job[7])
             if job[0] == 0:
                 scale, exclude = real(job[4])[0], job[9] != 0
-                row_sum = real(job[8])
-                update(first, job[2], job[3], scale, acc, job[6], state, row_sum, exclude)
+                row_sum, top = real(job[8]), largest(first, job[2], job[3])
+                update(first, job[2], job[3], top, scale, acc, job[6], state, row_sum, exclude)
             elif job[0] == 1:
                 part_max, part_sum = real(job[2])[0], real(job[3])[0]
                 fold(acc, state, real(job[8]), first, part_max, part_sum, job[6])

@@ -128,46 +128,46 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False, 
 
 
 @functools.cache
-def panel_product(dtype: str, unit: VectorUnit, transposed: bool = False):
-    """Kernel: product() for any number of rows against one panel: the tall tile, then lower ones.
-
-    wide  whether the panel has nv registers, or one
-    """
-    lanes = unit.lanes(ITEMSIZE[dtype])
-    mr, nv = tile_shape(unit)
-    tall, four, two, one, slim_tall, slim_four, slim_two, slim_one = (
-        product(dtype, lanes, m, n, transposed) for n in (nv, 1) for m in (mr, 4, 2, 1)
-    )
+def rows_product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
+    """Kernel: product() for any number of rows: the tall tile, then lower ones."""
+    tall, four, two, one = (product(dtype, lanes, m, nv, transposed) for m in (mr, 4, 2, 1))
 
     @jit
-    def run(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
+    def run(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
         m = 0
         while m < rows:
             x, y, left = at(a, m if transposed else m * rs_a), at(c, m * rs_c), rows - m
             if left >= mr:
                 m += mr
-                if wide:
-                    tall(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
-                else:
-                    slim_tall(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                tall(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
             elif left >= 4:
                 m += 4
-                if wide:
-                    four(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
-                else:
-                    slim_four(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                four(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
             elif left >= 2:
                 m += 2
-                if wide:
-                    two(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
-                else:
-                    slim_two(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                two(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
             else:
                 m += 1
-                if wide:
-                    one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
-                else:
-                    slim_one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+
+    return run
+
+
+@functools.cache
+def panel_product(dtype: str, unit: VectorUnit, transposed: bool = False):
+    """Kernel: product() for any number of rows against one panel.
+
+    wide  whether the panel has nv registers, or one
+    """
+    lanes, (mr, nv) = unit.lanes(ITEMSIZE[dtype]), tile_shape(unit)
+    whole, slim = (rows_product(dtype, lanes, mr, n, transposed) for n in (nv, 1))
+
+    @jit
+    def run(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
+        if wide:
+            whole(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate)
+        else:
+            slim(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate)
 
     return run
 
@@ -228,13 +228,22 @@ def pack_v(dtype: str, unit: VectorUnit, storage: str):
     @jit
     def run(v, rs_v, cs_v, count, block_n, head_dim_v, panels):
         zero = splat(scalar(0))
-        check = zero  # stays 0 while all is finite: 0 * inf and 0 * NaN are NaN
+        # Stay 0 while all is finite: 0 * inf and 0 * NaN are NaN. Two, as each waits for itself.
+        check = other = zero
         padded = (head_dim_v + lanes - 1) // lanes * lanes
+        whole = head_dim_v // nr * nr if cs_v == 1 else 0
         for n in range(count):
             row, ahead = row_at(v, rs_v, n), row_at(v, rs_v, n + ROWS_AHEAD)
             for d in range(0, head_dim_v if cs_v == 1 else 0, line):
                 prefetch(ahead, d)
-            for start in range(0, padded, nr):
+            for start in range(0, whole, nr):
+                to = at(panels, start * block_n + n * nr)
+                for d in range(0, nr, 2 * lanes):
+                    value, later = load_stored(row, start + d), load_stored(row, start + d + lanes)
+                    store(to, d, value)
+                    store(to, d + lanes, later)
+                    check, other = fma(value, zero, check), fma(later, zero, other)
+            for start in range(whole, padded, nr):
                 width = min(nr, padded - start)
                 to = at(panels, start * block_n + n * width)
                 for d in range(0, width, lanes):
@@ -248,6 +257,6 @@ def pack_v(dtype: str, unit: VectorUnit, storage: str):
                             to[d + i] = element(row, place) if inside else scalar(0)
                         value = load(to, d)
                     check = fma(value, zero, check)
-        return 0 if reduce_add(check) == scalar(0) else 1
+        return 0 if reduce_add(check + other) == scalar(0) else 1
 
     return run

@@ -10,13 +10,14 @@ import functools
 
 import numpy as np
 
-from ..machine import VectorUnit
+from ..machine import AVX512, VectorUnit
 from .job import LINE
 from .memory import at, element_loader, prefetch, row_at, rows_follow, rows_from
 from .microkernel import (
     ROWS_AHEAD,
     panel_product,
     product,
+    rows_product,
     tile_shape,
 )
 from .registers import ITEMSIZE, jit
@@ -154,19 +155,26 @@ def scores_of_lanes(dtype: str, lanes: int, storage: str, rows: int):
 def output_block(dtype: str, unit: VectorUnit):
     """Kernel: acc[m] += sum_n p[m, n] * v[n] for n in [start, stop), from packed values.
 
-    panel_n  rows of a panel
+    panel_n     rows of a panel
+    head_dim_v  columns of v; acc has acc_stride, whole registers
     """
     multiply, add = panel_product(dtype, unit), np.int64(1)
-    lanes = unit.lanes(ITEMSIZE[dtype])
-    nr = tile_shape(unit)[1] * lanes
+    lanes, (mr, nv) = unit.lanes(ITEMSIZE[dtype]), tile_shape(unit)
+    nr = nv * lanes
+    # A register as wide as two units that multiply: half of it takes half the time.
+    halves, half = unit == AVX512, lanes // 2
+    multiply_half = rows_product(dtype, half, mr, 1) if halves else multiply
 
     @jit
-    def run(p, s_stride, count, v, panel_n, start, stop, acc, acc_stride):
+    def run(p, s_stride, count, v, panel_n, start, stop, acc, acc_stride, head_dim_v):
         p, depth = at(p, start), stop - start
         for d in range(0, acc_stride, nr):
             width = min(nr, acc_stride - d)
             panel, to, wide = at(v, d * panel_n + start * width), at(acc, d), width == nr
-            multiply(wide, count, p, s_stride, panel, width, to, acc_stride, depth, add)
+            if halves and head_dim_v - d <= half:
+                multiply_half(count, p, s_stride, panel, width, to, acc_stride, depth, add)
+            else:
+                multiply(wide, count, p, s_stride, panel, width, to, acc_stride, depth, add)
 
     return run
 
@@ -187,6 +195,7 @@ def few_outputs(dtype: str, unit: VectorUnit):
         shapes = FEW_TILES[unit.registers][rows - 1]
         wide, slim = (product(dtype, lanes, rows, nv, asks=True) for nv in shapes)
         wide_width, slim_width = (nv * lanes for nv in shapes)
+        count = np.int64(rows)  # for a literal, Numba would compile what is called once more
 
         @jit
         def run(p, s_stride, v, rs_v, depth, acc, acc_stride):
@@ -199,7 +208,7 @@ def few_outputs(dtype: str, unit: VectorUnit):
                 d += slim_width
             while d < acc_stride:
                 whole, to = d + nr <= acc_stride, at(acc, d)
-                rest(whole, rows, p, s_stride, at(v, d), rs_v, to, acc_stride, depth, add)
+                rest(whole, count, p, s_stride, at(v, d), rs_v, to, acc_stride, depth, add)
                 d += nr
 
         return run

@@ -21,11 +21,28 @@ SLACK = 8.0
 
 
 @functools.cache
+def row_top(dtype: str, lanes: int):
+    """Kernel: the largest of s in [start, stop), multiples of lanes."""
+    simd = operations(dtype, lanes)
+    load, vmax, reduce_max = simd.load, simd.vmax, simd.reduce_max
+
+    @jit
+    def run(s, start, stop):
+        top = load(s, start)
+        for n in range(start + lanes, stop, lanes):
+            top = vmax(load(s, n), top)
+        return reduce_max(top)
+
+    return run
+
+
+@functools.cache
 def row_update(dtype: str, lanes: int):
     """Kernel: fold one row of scores into its running softmax.
 
     s    (stop,) products q·k in [start, stop), start a multiple of 2 * lanes, stop of lanes; they
          become p
+    top  the largest of them
     scale  >= 0, takes them to base-2 logits. Rounded before the reference is subtracted, so that
            the largest weighs exactly 1 and a row that sees one key returns its value to the bit.
     acc  (acc_stride,) running output, rescaled when the reference moves
@@ -35,16 +52,13 @@ def row_update(dtype: str, lanes: int):
     """
     simd = operations(dtype, lanes)
     load, store, splat, exp2, where = simd.load, simd.store, simd.splat, simd.exp2, simd.where
-    vmax, reduce_max, reduce_add = simd.vmax, simd.reduce_max, simd.reduce_add
+    reduce_max, reduce_add = simd.reduce_max, simd.reduce_add
     scalar = getattr(np, dtype)
     neg_inf, slack = scalar(-np.inf), scalar(SLACK)
 
     @jit
-    def run(s, start, stop, scale, acc, acc_stride, row_max, row_sum, exclude):
-        top = load(s, start)
-        for n in range(start + lanes, stop, lanes):
-            top = vmax(load(s, n), top)
-        old_max, new_max = row_max[0], reduce_max(top) * scale
+    def run(s, start, stop, top, scale, acc, acc_stride, row_max, row_sum, exclude):
+        old_max, new_max = row_max[0], top * scale
         if new_max > old_max + slack:
             row_max[0] = new_max
             if old_max > neg_inf:  # else acc and sum are still 0
