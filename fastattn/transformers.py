@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from .torch import attention, scaled_dot_product_attention
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NAME = "fastattn"
 # What models pass to their own kernels and others do not have. To ignore it gives wrong answers.
@@ -23,7 +26,8 @@ def register() -> None:
     """Make "fastattn" an attention of Transformers, for models on the CPU.
 
     Then `from_pretrained(..., attn_implementation="fastattn")`, or `set_attn_implementation` of a
-    model. Masks are those of "sdpa".
+    model. Masks are those of "sdpa"; models that compute their attention themselves are refused
+    when they ask for one.
 
     Raises
     ------
@@ -35,8 +39,41 @@ def register() -> None:
     except ImportError as error:
         needed = "fastattn.transformers needs transformers, which is not installed"
         raise ImportError(f"{needed}: pip install 'fastattn[transformers]'") from error
+
+    def mask(*sizes: Any, config: Any = None, **others: Any) -> Tensor | None:
+        if _computes_itself(type(config)):
+            rule = f"attn_implementation must be 'eager' for {type(config).__name__}"
+            reason = "its model calls no registered attention, but has its own"
+            raise ValueError(f"{rule} ({reason}), got {NAME!r}")
+        return sdpa_mask(*sizes, config=config, **others)
+
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+@torch.compiler.assume_constant_result  # and not traced, which it does not do to a cache
+def _computes_itself(config_class: type) -> bool:
+    """Whether the model of a configuration has attention of its own (BLOOM, MPT, GPT-Neo, ...).
+
+    Such models take the masks of a registered one, and add them: zeros and ones, or, where it needs
+    none, nothing. Transformers refuses "sdpa" for them, but no other name.
+    """
+    return _all_have_own_attention(config_class)
+
+
+@cache  # 2 ms, with 6000 modules loaded
+def _all_have_own_attention(config_class: type) -> bool:
+    start = config_class.__module__.rpartition(".")[0] + ".modeling_"
+    modules = [module for name, module in sys.modules.items() if name.startswith(start)]
+    return bool(modules) and all(map(_has_own_attention, modules))
+
+
+def _has_own_attention(module: ModuleType) -> bool:
+    own = (c for c in vars(module).values() if getattr(c, "__module__", "") == module.__name__)
+    layers = (c for c in own if isinstance(c, type) and issubclass(c, torch.nn.Module))
+    return not hasattr(module, "ALL_ATTENTION_FUNCTIONS") and any(
+        "Attention" in layer.__name__ for layer in layers
+    )
 
 
 def attend(

@@ -233,6 +233,15 @@ def test_no_probabilities(models):
         models("llama", "fastattn")(**inputs, output_attentions=True)
 
 
+def test_models_that_compute_their_attention_themselves():
+    """Not silently wrong: they would add a mask of zeros and ones, or none at all."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)
+    model = transformers.BloomModel._from_config(config, attn_implementation="fastattn")
+    with pytest.raises(ValueError, match=r"must be 'eager' for BloomConfig .*, got 'fastattn'"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
 # --- one layer's call ---------------------------------------------------------------------------
 
 
