@@ -26,18 +26,7 @@ PARAMETERS = {
     "mask_mod": ("b", "h", "i", "j", "aux"),
 }
 INPUT_KINDS = {"score": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
-FUNCTIONS = (
-    "abs",
-    "exp",
-    "floor",
-    "log",
-    "logical_not",
-    "maximum",
-    "minimum",
-    "sqrt",
-    "tanh",
-    "where",
-)
+FUNCTIONS = "abs exp floor log logical_not maximum minimum sqrt tanh where".split()
 VOCABULARY = (
     "That is: numbers, the operators + - * / // % ** < <= > >= == != & | ^ ~, the arrays of aux, "
     f"and the functions of fastattn.mods: {', '.join(FUNCTIONS)}."
@@ -327,13 +316,17 @@ class _Operators:
             return half
         return half * half * self if exponent % 2 else half * half
 
+    __rpow__ = _unknown("a ** x needs a constant x: write exp(x * log(a)), with math.log for a number")
     __bool__ = _unknown(
         "if, and, or, not, min(), max() and a < b < c need a value that is not known yet: "
         "use where, &, |, logical_not, minimum, maximum"
     )
     __float__ = __int__ = _unknown("float(), int() and the module math need a value not known yet")
     __index__ = _unknown("only the arrays of aux can be indexed with a value not known yet")
-    __array__ = _unknown("NumPy's functions need a value not known yet: use those of fastattn.mods")
+    __array__ = _unknown(
+        "NumPy needs a value that is not known yet: for its functions use those of fastattn.mods, "
+        "for an array pass aux=(array,) and index aux[0]"
+    )
 
     def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
         """Operators with NumPy's own numbers come here, and np.exp(score): it is mods.exp."""

@@ -124,8 +124,12 @@ def test_within_modes_torch_answers(answered):
 
 @pytest.mark.parametrize(
     ("change", "error"),
-    [({"query": torch.ones(2, 3, 5, 9)}, RuntimeError), ({"query": [1.0]}, TypeError)],
-    ids=["shape", "type"],
+    [
+        ({"query": torch.ones(2, 3, 5, 9)}, RuntimeError),
+        ({"query": [1.0]}, TypeError),
+        ({"query": None}, TypeError),
+    ],
+    ids=["shape", "type", "nothing"],
 )
 def test_errors_are_torchs_own(change, error):
     arguments = dict(zip(("query", "key", "value"), qkv(), strict=True)) | change

@@ -207,6 +207,7 @@ ERRORS = [
 ]
 TYPES = [
     ({"query": [[1.0]]}, "query must be a"),
+    ({"key": None}, "key must be a tensor, got NoneType"),
     ({"attn_mask": [[1.0]]}, "attn_mask must be a"),
     ({"is_causal": 1}, "is_causal must be a bool"),
     ({"enable_gqa": 1}, "enable_gqa must be a bool"),
@@ -255,6 +256,15 @@ def test_types(change, message):
         theirs(**arguments)
     with pytest.raises(ours.ArgumentTypeError, match=message):
         direct(**arguments)
+
+
+@pytest.mark.parametrize("other", [None, np.ones((2, 3))], ids=["nothing", "an array"])
+def test_attention_takes_tensors(other):
+    q = torch.ones(2, 3)
+    for name in "qkv":
+        arguments = {"q": q, "k": q, "v": q, name: other}
+        with pytest.raises(ours.ArgumentTypeError, match=f"{name} must be a tensor, got"):
+            ours.attention(**arguments)
 
 
 def test_what_torch_leaves_open_is_refused():

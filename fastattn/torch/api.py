@@ -11,7 +11,7 @@ from .. import api
 from ..errors import as_argument_error
 from ..kinds import as_tensor
 from .call import Call
-from .dispatch import array_of, autocast, is_direct, number, seed_of
+from .dispatch import array_of, autocast, check_tensors, is_direct, number, seed_of
 from .ops import run
 from .threads import on_threads_of_torch
 
@@ -62,6 +62,7 @@ def attention(
         if is_plain_call and is_direct(q, k, v, bias, mask, alibi, sinks):
             options |= {"window": window, "return_lse": return_lse}
             return on_threads_of_torch(_directly, q, k, v, **options)
+        check_tensors("qkv", (q, k, v))
         for name in ("q_len", "kv_len", "kv_start"):
             options[name] = _ints(options[name])
         if not isinstance(align, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +15,13 @@ PLAIN = {Tensor, torch.nn.Parameter}
 # that are read. Within a model, where its data drive code out of the caches, a call of Python costs
 # 0.1 ms more than one of C++ (bench/patched.py).
 MUCH_FLOP, MUCH_BYTES = 50_000_000, 4 << 20
+
+
+def check_tensors(names: Iterable[str], tensors: Iterable[Any]) -> None:
+    """Raise unless all are tensors."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
 
 
 def is_plain(*tensors: Any) -> bool:
@@ -56,6 +64,8 @@ def is_transformed() -> bool:
 
 def is_large(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a call is long enough for its fixed costs not to matter."""
+    if query is None or key is None or value is None:
+        return False
     if key.nbytes + value.nbytes >= MUCH_BYTES:
         return True
     return query.ndim > 1 < key.ndim and 4 * query.numel() * key.shape[-2] >= MUCH_FLOP
@@ -70,11 +80,11 @@ def needs_gradient(*tensors: Any) -> bool:
     return False
 
 
-def is_direct(*tensors: Any) -> bool:
+def is_direct(q: Any, k: Any, v: Any, *others: Any) -> bool:
     """Whether fastattn's own functions do, for these arguments."""
-    return (
-        is_plain(*tensors) and not needs_gradient(*tensors) and not torch.is_autocast_enabled("cpu")
-    )
+    if q is None or k is None or v is None or torch.is_autocast_enabled("cpu"):
+        return False
+    return is_plain(q, k, v, *others) and not needs_gradient(q, k, v, *others)
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:

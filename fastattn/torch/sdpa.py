@@ -16,7 +16,7 @@ from ..cpu.threads import get_num_threads
 from ..errors import ArgumentTypeError, as_argument_error
 from ..kinds import as_tensor
 from .call import Call
-from .dispatch import array_of, autocast, is_direct, is_plain, number, seed_of
+from .dispatch import array_of, autocast, check_tensors, is_direct, is_plain, number, seed_of
 from .ops import LIBRARY, run
 from .threads import on_threads_of_torch
 
@@ -129,9 +129,7 @@ def _through_operator(
     enable_gqa: Any = False,
 ) -> Tensor:
     """Return the result by way of attention()'s operator."""
-    for name, tensor in zip(NAMES[:3], (query, key, value), strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_tensors(NAMES[:3], (query, key, value))
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask must be None if is_causal is True, got both")
     given = (query, key, value, attn_mask)
