@@ -26,10 +26,10 @@ PARAMETERS = {
     "mask_mod": ("b", "h", "i", "j", "aux"),
 }
 INPUT_KINDS = {"score": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
-FUNCTIONS = "abs exp floor log logical_not maximum minimum sqrt tanh where".split()
 VOCABULARY = (
     "That is: numbers, the operators + - * / // % ** < <= > >= == != & | ^ ~, the arrays of aux, "
-    f"and the functions of fastattn.mods: {', '.join(FUNCTIONS)}."
+    "and the functions of fastattn.mods: abs, exp, floor, log, logical_not, maximum, minimum, "
+    "sqrt, tanh, where."
 )
 UFUNCS = {function: name for name, function in NUMPY.items()}
 COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
@@ -316,7 +316,9 @@ class _Operators:
             return half
         return half * half * self if exponent % 2 else half * half
 
-    __rpow__ = _unknown("a ** x needs a constant x: write exp(x * log(a)), with math.log for a number")
+    __rpow__ = _unknown(
+        "a ** x needs a constant x: write exp(x * log(a)), with math.log for a number"
+    )
     __bool__ = _unknown(
         "if, and, or, not, min(), max() and a < b < c need a value that is not known yet: "
         "use where, &, |, logical_not, minimum, maximum"
