@@ -225,9 +225,10 @@ def finished(
     arguments: dict[str, Any],
 ) -> tuple[np.ndarray, ...]:
     """Return what attention_backward() does for q, k and v in `arrays`."""
+    found = gradients.dq, gradients.dk, gradients.dv
     main = (
         sum_to(a, _shape_of(name, of)).astype(operands.q.dtype, copy=False)
-        for a, name, of in zip(gradients[2:5], "qkv", arrays, strict=True)
+        for a, name, of in zip(found, "qkv", arrays, strict=True)
     )
     return *main, *_others(gradients, operands, wanted, arguments)
 

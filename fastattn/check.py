@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .modifying import Modifying
 
 BACKENDS = ("auto", "numpy", "cpu", "cuda")
-CPU_BACKENDS = BACKENDS[:3]  # of what has no kernel for a GPU
+CPU_BACKENDS = ("auto", "numpy", "cpu")  # of what has no kernel for a GPU
 COMPUTE = {
     "float16": "float32",
     "bfloat16": "float32",
@@ -249,8 +249,11 @@ def _with_options(operands: Operands, problem: Problem, modifying: Modifying | N
         operands = operands._replace(dropout_keys=keys)
     if modifying is None:
         return operands
-    score_aux, mask_aux, block_mask = modifying[1:4]
-    return operands._replace(score_aux=score_aux, mask_aux=mask_aux, block_mask=block_mask)
+    return operands._replace(
+        score_aux=modifying.score_aux,
+        mask_aux=modifying.mask_aux,
+        block_mask=modifying.block_mask,
+    )
 
 
 def _problem_of(

@@ -129,16 +129,16 @@ def _grouped(problem: Problem, operands: Operands, gradients: Gradients) -> _Slo
         shape = a.shape[:-3] + heads + a.shape[-2:]
         return as_strided(a, shape, (*a.strides[:-2], 0, *a.strides[-2:]))
 
-    dout, dlse, dq, dk, dv, dbias, dalibi = gradients[:7]
+    dalibi = gradients.dalibi
     return _Slots(
-        split(dout, -3),
-        split(dlse, -2),
-        split(dq, -3),
-        repeat(dk),
-        repeat(dv),
-        split(dbias, -3),
-        None if dalibi is None else dalibi.reshape(*lead, *heads),
-        split(gradients.sink_weights, -2),
+        dout=split(gradients.dout, -3),
+        dlse=split(gradients.dlse, -2),
+        dq=split(gradients.dq, -3),
+        dk=repeat(gradients.dk),
+        dv=repeat(gradients.dv),
+        dbias=split(gradients.dbias, -3),
+        dalibi=None if dalibi is None else dalibi.reshape(*lead, *heads),
+        sink_weights=split(gradients.sink_weights, -2),
     )
 
 

@@ -137,20 +137,28 @@ def _grouped(problem: Problem, operands: Operands, lead: tuple[int, ...]) -> Slo
     """Return views with slot axes (*lead, heads_kv, group) in front; k, v repeat by stride 0."""
     heads = problem.heads_kv, problem.group
 
-    def split(a: np.ndarray | None, axis: int) -> np.ndarray | None:
+    def split(a: np.ndarray | None, axis: int) -> Any:
         return None if a is None else split_heads(a, axis, heads)
 
     def repeat(a: np.ndarray) -> np.ndarray:
         return np.broadcast_to(a[..., None, :, :], a.shape[:-3] + heads + a.shape[-2:])
 
-    q, k, v, mask, bias, out, lse, alibi, sinks = operands[:9]
+    sinks, keys = operands.sinks, operands.dropout_keys
     sinks = None if sinks is None else np.broadcast_to(sinks, (*lead, problem.heads_q))
-    keys = operands.dropout_keys
     keys = None if keys is None else keys.reshape(*lead, problem.heads_q)
-    arrays: list[Any] = [split(q, -3), repeat(k), repeat(v), split(mask, -3), split(bias, -3)]
-    arrays += [split(out, -3), split(lse, -2), split(alibi, -1), split(sinks, -1), split(keys, -1)]
-    arrays.append(places(problem, operands, lead))
-    return Slots(*arrays)
+    return Slots(
+        q=split(operands.q, -3),
+        k=repeat(operands.k),
+        v=repeat(operands.v),
+        mask=split(operands.mask, -3),
+        bias=split(operands.bias, -3),
+        out=split(operands.out, -3),
+        lse=split(operands.lse, -2),
+        alibi=split(operands.alibi, -1),
+        sinks=split(sinks, -1),
+        dropout_keys=split(keys, -1),
+        places=places(problem, operands, lead),
+    )
 
 
 def split_heads(a: np.ndarray, axis: int, heads: tuple[int, int]) -> np.ndarray:

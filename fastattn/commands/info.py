@@ -17,6 +17,7 @@ from ..problem import Variant
 HELP = "show the processor, backends, threads and the cache of kernels"
 SETTINGS = (
     "FASTATTN_CACHE",
+    "FASTATTN_DEBUG",
     "FASTATTN_TARGET",
     "FASTATTN_WGMMA",
     "OMP_NUM_THREADS",
