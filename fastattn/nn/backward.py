@@ -18,13 +18,10 @@ from ..backward import attention_backward
 from ..signatures import passing_keywords_to
 from .activations import activate, check_activation
 from .linear import LinearWeights, check_float_array, check_like, check_tokens, linear
-from .multihead import core_options, join_heads, project_heads
+from .multihead import FOREIGN, core_options, join_heads, project_heads
 from .multihead_weights import MultiHeadWeights
 from .norms import LayerNormWeights, NormWeights, add_norm
 from .transformer import TransformerLayerWeights
-
-# Keywords of attention() that make no sense here.
-FOREIGN = ("block_table", "return_lse", "out")
 
 
 def linear_backward(

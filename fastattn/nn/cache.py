@@ -123,7 +123,7 @@ class KVCache:
         self.seqlen += tokens
         return self.keys, self.values
 
-    @passing_keywords_to(attention)
+    @passing_keywords_to(attention, "block_table")
     def attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Any:
         """Append k and v, and return attention() of q, the queries of the same tokens, to all keys.
 

@@ -15,10 +15,12 @@ from .linear import LinearWeights, check_tokens, linear
 from .multihead_weights import MultiHeadWeights
 from .positions.rotary import Rotation
 
+# Keywords of attention() that make no sense here.
+FOREIGN = ("block_table", "return_lse", "out")
 Rotations = Rotation | tuple[Rotation, Rotation] | None  # of queries and keys
 
 
-@passing_keywords_to(attention, "out", "return_lse")
+@passing_keywords_to(attention, *FOREIGN)
 def multihead_attention(
     x: np.ndarray,
     weights: MultiHeadWeights,
