@@ -42,6 +42,8 @@ def test_names_are_there(text):
     content, _ = text
     for name in set(re.findall(r"(?<![\w./-])(fastattn(?:\.[a-z_]\w*)+)", content)):
         if name.split(".")[1] not in FACES:
+            if name.startswith("fastattn.onnx."):
+                pytest.importorskip("onnx")
             resolve_name(name)
 
 
