@@ -4,7 +4,7 @@ python bench/gpu.py                                 all steps, the most valuable
 python bench/gpu.py --steps correct,forward --json  some of them, kept in bench/results/
 python bench/gpu.py --device cpu --quick            tries the script itself, without figures
 
-bench/gpu_build.py translates the kernels beforehand. Steps have limits, less than 6 minutes in all.
+bench/gpu_build.py translates the kernels beforehand. Steps have limits, less than 5 minutes in all.
 
 correct    every kernel and option against the definition in float64
 limits     what this GPU's matrix product and copy reach, for the other steps to be held against
@@ -45,8 +45,8 @@ from fastattn.verifying.trial import error_ratio, inputs_of, results
 CACHE_BYTES = 200 << 20  # inputs of a contender span at least this much: four times an H200's L2
 SAMPLE_SECONDS = 0.02
 ROUNDS = 7
-# Limits of steps, so that all of them take less than 6 minutes.
-CORRECT_SECONDS, CASES_SECONDS, SANITIZER_SECONDS = 110, 40, 40
+# Limits of steps, so that all of them take less than 5 minutes, and `make gpu` less than 6.
+CORRECT_SECONDS, CASES_SECONDS, SANITIZER_SECONDS = 90, 40, 35
 Call = Callable[[int], Any]  # with the number of a set of inputs
 Callers = dict[str, Callable[[list], Call]]
 

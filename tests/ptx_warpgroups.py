@@ -1,8 +1,9 @@
 """A thread block whose warpgroups go their own ways: wgmma, bulk copies, barriers in shared memory.
 
-A copy arrives as late as the rules allow: when no thread can go on, the last one first. Whoever
-waits for a phase goes on as soon as it is over, before those that ended it. A product reads its
-operands from when it is started until it is waited for, and its registers belong to it for so long.
+A copy arrives as late as the rules allow: when no thread can go on, and one of them waits for it;
+another one, though it was started earlier, may still be on its way. Whoever waits for a phase goes
+on as soon as it is over, before those that ended it. A product reads its operands from when it is
+started until it is waited for, and its registers belong to it for so long.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ GROUP = 128  # threads
 REGISTERS = 65536
 MAP_PLACE = 1 << 20  # addresses of parameters that are tensor maps
 BOX_COLUMNS, LINE = 64, 128
-LANDS = -1  # which copy arrives first: whoever counts on an order is wrong
 
 
 @dataclass
@@ -79,9 +79,11 @@ class WarpgroupBlock(Block):
         return first if first.any() else ready
 
     def _goes_on_without_threads(self):
-        if not self.copies:
+        awaited = {barrier for barrier, _, _ in self.asleep}
+        place = next((i for i, copy in enumerate(self.copies) if copy[0] in awaited), None)
+        if place is None:
             return False
-        address, offsets, data = self.copies.pop(LANDS)
+        address, offsets, data = self.copies.pop(place)
         self.shared.land(offsets, data)
         barrier = self.mbarriers[address]
         barrier.nbytes -= len(data)

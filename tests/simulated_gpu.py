@@ -136,8 +136,8 @@ def simulated_gpu(tile=TILE, split_n=4, few_rows=2):
         mock.patch.object(compile, "unavailable", return_value=""),
         mock.patch.object(choice, "tile_of", return_value=tile),
         mock.patch.object(choice, "gradient_tile", return_value=tile),
-        mock.patch.object(choice, "gradient_tiling", return_value=None),
-        mock.patch.object(choice, "forward_tiling", return_value=None),  # made of PTX
+        mock.patch.object(choice, "gradient_tiling", return_value=(None, "")),
+        mock.patch.object(choice, "forward_tiling", return_value=(None, "")),  # made of PTX
         mock.patch.object(choice, "SPLIT_N", split_n),
         mock.patch.object(tiles, "SPLIT_N", split_n),
         mock.patch.object(tiles, "FEW_ROWS", few_rows),

@@ -43,7 +43,7 @@ def chosen():
         for storage, *sizes, general, strided, paged in calls:
             variant = Variant("float32", storage, paged)
             problem = Problem(variant, 1, 8, 2, sizes[2], 500, *sizes[:2], 0.1, 0, None, None)
-            tiling = forward_tiling(
+            tiling, _ = forward_tiling(
                 problem, options=general, strided=strided, shared_limit=shared_bytes
             )
             # The kernel that copies single elements is the same where they are padded.
@@ -54,12 +54,10 @@ def chosen():
 
 def check(tiling, target):
     found = assemble(code(tiling), target)
-    # Copying element by element needs many addresses, and is bound by its loads: registers are
-    # written and read again, for rows of 128 with options 40 bytes in all for sm_90, for rows of
-    # 256 48, and 120 for sm_120.
+    # Copying element by element needs many addresses, and is bound by its loads: of rows of 128 and
+    # more, a few registers are written and read again.
     widest = tiling.strided and max(tiling.head_dim, tiling.head_dim_v) >= 128
-    # Pages and options together: 40 for rows of 128 for sm_120.
-    assert found.spilled <= (120 if widest else 40 if tiling.paged and tiling.general else 0)
+    assert found.spilled <= (48 if widest else 0)
     assert found.registers * tiling.threads <= REGISTERS
     return found
 

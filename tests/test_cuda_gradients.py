@@ -22,7 +22,8 @@ SMALL = GradientTiling("float16", 64, block_m=32, block_n=32, warps=2)
 
 def small_tiling(problem, **arguments):
     """What gradient_tiling() says, in small blocks."""
-    return replace(gradient_tiling(problem, **arguments), block_m=32, block_n=32, warps=2)
+    tiling, _ = gradient_tiling(problem, **arguments)
+    return replace(tiling, block_m=32, block_n=32, warps=2), ""
 
 
 def gradients_of(dout, q, k, v, out, lse, **flags):

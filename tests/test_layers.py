@@ -87,6 +87,7 @@ LAYERS = [
     "probabilities gradients cpu.run_backward cuda.run_backward",
     "reference cpu.run cpu.elementwise cuda.run",
     "cpu.share cpu.job_fields cuda.maps",
+    "cuda.prepared",
     "modified cpu.layout cuda.packing",
     "cuda.choice",
     "cuda.simt cuda.combine cuda.tensor.forward cuda.tensor.gradients cuda.gradient_rows "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 import fastattn
 
 torch = pytest.importorskip("torch")
+from torch._subclasses import FakeTensorMode  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as theirs  # noqa: E402
 
@@ -297,9 +301,19 @@ def test_autocast():
         assert ours.attention(q, q, q).dtype == torch.bfloat16
 
 
-def test_other_devices_are_refused():
+def test_other_devices():
     q = torch.ones(2, 3, 8, device="meta")
     assert ours.scaled_dot_product_attention(q, q, q).device.type == "meta"  # shapes alone
+    with FakeTensorMode(), mock.patch.object(F, "scaled_dot_product_attention") as torchs_own:
+        q, mask = torch.ones(2, 3, 8, device="cuda"), torch.ones(3, 3, device="cuda")
+        found = ours.scaled_dot_product_attention(q, q, q, mask, scale=2.0)
+        torchs_own.assert_called_once_with(q, q, q, mask, 0.0, False, scale=2.0, enable_gqa=False)
+        assert found is torchs_own.return_value
+        with pytest.raises(NotImplementedError, match="must be in the memory of the CPU, got cuda"):
+            ours.attention(q, q, q)
+
+
+def test_sparse_tensors_are_refused():
     with pytest.raises(NotImplementedError, match="'fastattn::attention'"):
         ours.scaled_dot_product_attention(*[torch.eye(3).to_sparse()] * 3)
 

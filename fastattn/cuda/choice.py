@@ -14,6 +14,10 @@ from .tensor.tilings import SPLIT_N as TENSOR_SPLIT_N
 from .tensor.tilings import Tiling, forward_tiling, specialised_tiling
 from .tile import ROW_THREADS, SPLIT_N, WARP, gradient_tile, grid_of, pieces_of, splits_of, tile_of
 
+NO_TENSOR_CORES = "no tensor cores for both 16-bit types below compute capability {}.{}".format(
+    *compile.TENSOR_CORES.capability
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -70,16 +74,16 @@ def choose(
     no_maps: str = "",
 ) -> Choice:
     """The kernel for a problem; the arguments but `device` as in Placement."""
-    tiling = None
-    # They do not know of parts, whose chunks begin elsewhere.
-    if device.capability >= compile.TENSOR_CORES.capability and not problem.keys_before:
-        tiling = forward_tiling(
+    tiling, why_not = None, NO_TENSOR_CORES
+    if problem.keys_before:
+        why_not = "a part of a call, whose chunks and dropout begin elsewhere"
+    elif device.capability >= compile.TENSOR_CORES.capability:
+        tiling, why_not = forward_tiling(
             problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
         )
     name = "{} ({}.{})".format(device.name, *device.capability)
     if tiling is None:
-        return _simt(problem, name)
-    why_not = ""
+        return _simt(problem, name, why_not)
     if device.capability == compile.WARPGROUPS.capability:
         why_not = no_maps if whole_rows else "no wgmma: rows are not whole chunks of 16 bytes"
         if not why_not:
@@ -88,12 +92,12 @@ def choose(
     return _tensor(problem, tiling, name, why_not)
 
 
-def _simt(problem: Problem, device: str) -> Choice:
+def _simt(problem: Problem, device: str, why: str) -> Choice:
     tile = tile_of(problem)
     return Choice(
         Kernel(("simt", problem.variant, tile), grid_of(problem, tile), tile.threads),
         "simt",
-        "scalar arithmetic, which any GPU and any problem can do",
+        f"scalar arithmetic: {why}",
         device,
         tile.block_m,
         tile.block_n,
@@ -146,14 +150,14 @@ def choose_gradients(
     problem: Problem, device: driver.Device, whole_rows: bool, options: bool = False
 ) -> GradientChoice:
     """The kernels for the gradients of a problem, as in choose()."""
-    tiling = None
+    tiling, why_not = None, NO_TENSOR_CORES
     if device.capability >= compile.TENSOR_CORES.capability:
-        tiling = gradient_tiling(
+        tiling, why_not = gradient_tiling(
             problem, options=options, strided=not whole_rows, shared_limit=device.shared_bytes
         )
     where = "{} ({}.{})".format(device.name, *device.capability)
     if tiling is None:
-        return _simt_gradients(problem, where)
+        return _simt_gradients(problem, where, why_not)
     variant, kernels = problem.variant, [_rows(problem, False)]
     for name, heads, rows in (
         ("gradient_q", problem.heads_q, problem.seqlen_q),
@@ -174,7 +178,7 @@ def choose_gradients(
     )
 
 
-def _simt_gradients(problem: Problem, device: str) -> GradientChoice:
+def _simt_gradients(problem: Problem, device: str, why: str) -> GradientChoice:
     tile, variant, kernels = gradient_tile(problem), problem.variant, [_rows(problem, True)]
     of_keys = max(problem.head_dim, problem.head_dim_v)
     for name, rows, width in (
@@ -188,7 +192,7 @@ def _simt_gradients(problem: Problem, device: str) -> GradientChoice:
         tuple(kernels),
         True,
         "simt gradients",
-        "scalar arithmetic, which any GPU and any problem can do",
+        f"scalar arithmetic: {why}",
         device,
         tile.block_m,
         tile.block_n,

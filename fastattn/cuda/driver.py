@@ -243,22 +243,34 @@ def _start(*arguments: Any) -> None:
         raise DriverError(_message("cuLaunchKernel", status))
 
 
-class Prepared:
-    """Launches whose job is packed: what changes from call to call is a few addresses."""
+Shape = tuple[int, tuple[int, int, int], int, int]  # function, grid, threads, shared_bytes
 
-    def __init__(self, job: Any, shapes: Iterable[tuple[int, tuple[int, int, int], int, int]]):
-        """shapes: (function, grid, threads, shared_bytes) of each launch."""
-        self._parameters, self._lock = Parameters(len(job)), threading.Lock()
-        self._parameters.pack(job)
-        self._shapes = [(f, *grid, threads, 1, 1, nbytes) for f, grid, threads, nbytes in shapes]
 
-    def launch(self, stream: int, addresses: Iterable[tuple[int, int]]) -> None:
+class Launches:
+    """Kernels whose jobs are packed: what changes from call to call is a few addresses."""
+
+    def __init__(self, kernels: Iterable[tuple[Any, Shape]]):
+        """kernels: (job, shape) of each. Their jobs may differ in integers."""
+        jobs, shapes = zip(*kernels, strict=True)
+        self._parameters, self._lock = Parameters(len(jobs[0])), threading.Lock()
+        self._parameters.pack(jobs[0])
+        fields = enumerate(zip(*jobs, strict=True))
+        different = [place for place, values in fields if len(set(values)) > 1]
+        self._kernels = [
+            ([(place, job[place]) for place in different], (f, *grid, threads, 1, 1, nbytes))
+            for job, (f, grid, threads, nbytes) in zip(jobs, shapes, strict=True)
+        ]
+
+    def start(self, stream: int, addresses: Iterable[tuple[int, int]]) -> None:
         """Start the kernels. addresses: (place of a field in the job, number)."""
         parameters = self._parameters
+        numbers = parameters.numbers
         with self._lock:  # a call lets other threads go on
             for place, number in addresses:
-                parameters.numbers[place] = number
-            for shape in self._shapes:
+                numbers[place] = number
+            for own, shape in self._kernels:
+                for place, number in own:
+                    numbers[place] = number
                 _start(*shape, stream, parameters.address, None)
 
 

@@ -146,10 +146,10 @@ class _Exported:
     """A view, as the libraries take it."""
 
     def __init__(self, array: np.ndarray):
-        found = device_memory(array)
-        self._keep = found
+        self._keep = device_memory(array)
+        interface = array.__array_interface__  # made anew each time that it is asked for
         self.__cuda_array_interface__ = {
-            **{k: array.__array_interface__[k] for k in ("shape", "data", "version", "typestr")},
+            **{k: interface[k] for k in ("shape", "data", "version", "typestr")},
             "strides": array.strides,
             "stream": None,  # it is the caller's own: nothing to wait for
         }

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..cpu.layout import address
 from ..problem import Operands, Placement, Plan, Problem
-from . import compile, driver
-from .choice import Choice, Kernel, builder, row_kernel
+from . import driver
+from .choice import Choice, Kernel, row_kernel
 from .job import PLACE, GradientJob, Job, MappedJob
 from .maps import maps_of, why_none
 from .memory import NOWHERE, DeviceMemory, device_memory, view_of
 from .packing import job_of
+from .prepared import Prepared, function_of, launch_again, launches_of
 
 ALIGNMENT = 16  # bytes of one load of a tensor-core kernel
-RESULTS = [PLACE[name] for name in ("q", "k", "v", "out", "lse")]
-PARTIAL = [PLACE[name] for name in ("partial", "partial_state")]
 ARRAYS = ("q", "k", "v", "mask", "bias", "alibi", "block_mask")  # those with strides
 
 
@@ -72,58 +71,28 @@ def run(plan: Plan, problem: Problem, operands: Operands) -> None:
                 space.fetch(array, copy)
 
 
-class Kept(NamedTuple):
-    """A call of plain arrays of a GPU, ready for others of the same layout."""
-
-    plan: Plan  # which a key names by its id, so it must not go
-    prepared: driver.Prepared
-    partial_bytes: int  # of parts of the keys
-    state_start: int  # among them, of their references and sums
-
-
-MOST = 512  # calls to keep
-_kept: dict[Hashable, Kept] = {}
-
-
 def _launch_again(plan: Plan, problem: Problem, operands: Operands, memory: DeviceMemory) -> bool:
-    """Launch a call whose arrays are q, k, v, out and lse alone, as it was once prepared. False for
-    others: what they hold goes into their jobs, or is copied.
+    """launch_again() for a call whose arrays are q, k, v, out and lse alone. False for others: what
+    they hold goes into their jobs, or is copied.
     """
     q, k, v, mask, bias, out, lse, *others = operands
     if plan.choice.mapped is not None:  # its maps hold addresses
         return False
     if mask is not None or bias is not None or any(isinstance(a, np.ndarray) or a for a in others):
         return False
-    arrays = (q, k, v, out) if lse is None else (q, k, v, out, lse)
-    owners = [device_memory(a) for a in arrays]
-    if q.ndim > 4 or any(m is None or m.stream != memory.stream for m in owners):
-        return False
-    key = id(plan), memory.ordinal, *(a.strides for a in arrays)
-    with driver.using(memory.ordinal):
-        kept = _kept.get(key) or _keep(key, plan, problem, operands, memory.ordinal)
-        addresses = [(place, address(a)) for place, a in zip(RESULTS, arrays, strict=False)]
-        if not kept.partial_bytes:
-            kept.prepared.launch(memory.stream, addresses)
-            return True
-        partial = driver.allocate(kept.partial_bytes, memory.stream)
-        addresses += zip(PARTIAL, (partial, partial + kept.state_start), strict=True)
-        try:
-            kept.prepared.launch(memory.stream, addresses)
-        finally:
-            driver.free(partial, memory.stream)
-    return True
+    arrays = {"q": q, "k": k, "v": v, "out": out}
+    if lse is not None:
+        arrays["lse"] = lse
 
+    def prepare() -> Prepared:
+        choice: Choice = plan.choice
+        kernels, nbytes = _kernels(choice, problem, operands), _partial_bytes(choice, problem)
+        job = job_of(problem, operands, choice.pieces, address, NOWHERE if nbytes else 0)
+        launches = launches_of(((kernel, job) for kernel in kernels), memory.ordinal)
+        parts = ("partial", 0), ("partial_state", job[PLACE["partial_state"]] - NOWHERE)
+        return Prepared(launches, nbytes, parts if nbytes else ())
 
-def _keep(key: Hashable, plan: Plan, problem: Problem, operands: Operands, ordinal: int) -> Kept:
-    if len(_kept) >= MOST:
-        _kept.clear()
-    choice: Choice = plan.choice
-    kernels, nbytes = _kernels(choice, problem, operands), _partial_bytes(choice, problem)
-    job = job_of(problem, operands, choice.pieces, address, NOWHERE if nbytes else 0)
-    shapes = [(_function(k, ordinal), k.grid, k.threads, k.shared_bytes) for k in kernels]
-    prepared = driver.Prepared(job, shapes)
-    _kept[key] = Kept(plan, prepared, nbytes, job[PARTIAL[1]] - job[PARTIAL[0]])
-    return _kept[key]
+    return launch_again(plan, arrays, memory, prepare)
 
 
 def inputs_there(operands: Operands, space: Scratch) -> Operands:
@@ -182,12 +151,7 @@ def _has_missing_rows(operands: Operands) -> bool:
 def launch(kernel: Kernel, job: Job | GradientJob | MappedJob, space: Scratch) -> None:
     """Put a kernel into the stream."""
     shape = kernel.grid, kernel.threads, kernel.shared_bytes
-    driver.launch(_function(kernel, space.ordinal), *shape, space.stream, job)
-
-
-def _function(kernel: Kernel, ordinal: int) -> Any:
-    code = compile.code(kernel.key, builder(kernel.key))
-    return driver.load(code, ordinal, kernel.shared_bytes)
+    driver.launch(function_of(kernel, space.ordinal), *shape, space.stream, job)
 
 
 class Scratch:

@@ -10,13 +10,15 @@ from ..cpu.layout import address
 from ..problem import Gradients, Operands, Plan, Problem
 from . import driver
 from .choice import GradientChoice, Pieces, bias_kernel, sums_kernel
-from .memory import device_memory
+from .memory import NOWHERE, DeviceMemory, device_memory
 from .packing import gradient_job_of
+from .prepared import Prepared, launch_again, launches_of
 from .run import Scratch, follow_others, inputs_there, launch, scratch
 
 READ = ("dout", "dlse")
 WRITTEN = ("dq", "dk", "dv")
 SUMS = ("dbias", "dsinks", "dalibi")
+ROWS = ("delta", "reference", "weight")  # of gradient_rows.py; the last where rows are weighed
 
 
 def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) -> None:
@@ -24,6 +26,8 @@ def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) 
     copied to the GPU and back.
     """
     memory = device_memory(operands.q)
+    if memory is not None and _launch_again(plan, problem, operands, gradients, memory):
+        return
     ordinal, stream = (memory.ordinal, memory.stream) if memory else (0, 0)
     with driver.using(ordinal), scratch(ordinal, stream) as space:
         arrays = (*operands[:10], *operands.score_aux, *operands.mask_aux, *gradients)
@@ -47,6 +51,38 @@ def run(plan: Plan, problem: Problem, operands: Operands, gradients: Gradients) 
         if memory is None:
             for name in (*WRITTEN, *SUMS):
                 space.fetch(_once(getattr(gradients, name)), into[name])
+
+
+def _launch_again(
+    plan: Plan, problem: Problem, operands: Operands, gradients: Gradients, memory: DeviceMemory
+) -> bool:
+    """launch_again() for a call whose arrays are those that each call has, and dlse."""
+    q, k, v, mask, bias, out, lse, *others = operands
+    special = (mask, bias, *(getattr(gradients, name) for name in SUMS))
+    if any(a is not None for a in special) or any(isinstance(a, np.ndarray) or a for a in others):
+        return False
+    if not problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k:
+        return False
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    given = {name: getattr(gradients, name) for name in (*READ, *WRITTEN)}
+    arrays |= {name: array for name, array in given.items() if array is not None}
+
+    def prepare() -> Prepared:
+        names = ROWS if plan.choice.weighs else ROWS[:2]
+        rows = {name: n * _row_bytes(problem) for n, name in enumerate(names)}
+        there = {name: NOWHERE + first for name, first in rows.items()}
+        job = gradient_job_of(problem, operands, gradients, Pieces(0), address, **there)
+        jobs = ((k, job._replace(**pieces._asdict())) for k, pieces in plan.choice.kernels)
+        nbytes = len(rows) * _row_bytes(problem)
+        return Prepared(launches_of(jobs, memory.ordinal), nbytes, tuple(rows.items()))
+
+    return launch_again(plan, arrays, memory, prepare)
+
+
+def _row_bytes(problem: Problem) -> int:
+    """Memory of a number for each row, in the dtype that is computed in."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    return rows * np.dtype(problem.variant.dtype).itemsize
 
 
 def _once(array: np.ndarray | None) -> np.ndarray | None:
@@ -89,7 +125,7 @@ def _launch_all(
     space: Scratch,
 ) -> None:
     """Put all kernels of a call into the stream."""
-    wanted = {"delta", "reference"} | ({"weight"} if choice.weighs else set())
+    wanted = set(ROWS if choice.weighs else ROWS[:2])
     kernels = list(choice.kernels if problem.seqlen_k else choice.kernels[:1])
     if gradients.dbias is not None and problem.seqlen_k:
         stored = gradients.dbias.dtype.name
@@ -100,9 +136,7 @@ def _launch_all(
         if array is not None and (problem.seqlen_k or name == "dsinks"):
             wanted.add(rows)
             kernels.append(sums_kernel(problem, name, array.dtype.name))
-    nbytes = problem.batch * problem.heads_q * problem.seqlen_q
-    nbytes *= np.dtype(problem.variant.dtype).itemsize
-    numbers = {name: space.allocate(nbytes) for name in sorted(wanted)}
+    numbers = {name: space.allocate(_row_bytes(problem)) for name in sorted(wanted)}
     job = gradient_job_of(problem, operands, gradients, Pieces(0), space.address_of, **numbers)
     for kernel, pieces in kernels:
         launch(kernel, job._replace(**pieces._asdict()), space)

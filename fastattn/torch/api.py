@@ -11,7 +11,15 @@ from .. import api
 from ..errors import as_argument_error
 from ..kinds import as_tensor
 from .call import Call
-from .dispatch import array_of, autocast, check_tensors, is_direct, number, seed_of
+from .dispatch import (
+    array_of,
+    autocast,
+    check_tensors,
+    is_direct,
+    is_elsewhere,
+    number,
+    seed_of,
+)
 from .ops import run
 from .threads import on_threads_of_torch
 
@@ -53,6 +61,7 @@ def attention(
     Raises
     ------
     ArgumentError, ArgumentTypeError   as scaled_dot_product_attention()
+    NotImplementedError                tensors of another device than the CPU
     """
     try:
         options: dict[str, Any] = {"bias": bias, "mask": mask, "alibi": alibi, "sinks": sinks}
@@ -63,6 +72,10 @@ def attention(
             options |= {"window": window, "return_lse": return_lse}
             return on_threads_of_torch(_directly, q, k, v, **options)
         check_tensors("qkv", (q, k, v))
+        if is_elsewhere(q, k, v):
+            rule = f"q, k and v must be in the memory of the CPU, got {q.device}"
+            gpu = "fastattn.attention() takes tensors of an NVIDIA GPU, without gradients"
+            raise NotImplementedError(f"{rule}. {gpu}.")
         for name in ("q_len", "kv_len", "kv_start"):
             options[name] = _ints(options[name])
         if not isinstance(align, str):

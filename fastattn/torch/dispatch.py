@@ -53,6 +53,11 @@ def array_of(name: str, t: Tensor | None) -> Any:
     return view_of_tensor(name, t.detach() if t.requires_grad else t)
 
 
+def is_elsewhere(*tensors: Any) -> bool:
+    """Whether one is of another device than the CPU, and has more than a shape (`meta`)."""
+    return any(isinstance(t, Tensor) and t.device.type not in ("cpu", "meta") for t in tensors)
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func, or differentiation in forward mode, is at work."""
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention for tensors in the memory of the CPU."""
+"""torch's scaled_dot_product_attention, fastattn's for tensors in the memory of the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from ..cpu.threads import get_num_threads
 from ..errors import ArgumentTypeError, as_argument_error
 from ..kinds import as_tensor
 from .call import Call
-from .dispatch import array_of, autocast, check_tensors, is_direct, is_plain, number, seed_of
+from .dispatch import (
+    array_of,
+    autocast,
+    check_tensors,
+    is_direct,
+    is_elsewhere,
+    is_plain,
+    number,
+    seed_of,
+)
 from .ops import LIBRARY, run
 from .threads import on_threads_of_torch
 
@@ -34,7 +43,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what torch.nn.functional.scaled_dot_product_attention returns, on the CPU.
+    """Return what torch.nn.functional.scaled_dot_product_attention returns: fastattn's answer for
+    tensors of the CPU, torch's own for those of other devices.
 
     Parameters
     ----------
@@ -74,6 +84,8 @@ def scaled_dot_product_attention(
             return on_threads_of_torch(_directly, *known)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        if is_elsewhere(query, key, value, attn_mask):
+            return functional.scaled_dot_product_attention(*arguments, **options)
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             if torch.onnx.is_in_onnx_export():  # which has a node for torch's own alone
                 return functional.scaled_dot_product_attention(*arguments, **options)

@@ -35,21 +35,24 @@ class GradientTiling:
 
 def gradient_tiling(
     problem: Problem, *, options: bool, strided: bool, shared_limit: int
-) -> GradientTiling | None:
-    """The kernels for the gradients of a problem, or None if these do not know one of its options.
+) -> tuple[GradientTiling | None, str]:
+    """(the kernels for the gradients of a problem, "") or (None, why they do not compute them).
 
     options       a mask, a bias or ALiBi slopes are among the operands
     strided       a row of q, k, v or dout is not whole chunks of 16 aligned bytes
     shared_limit  bytes of shared memory that a thread block may have
     """
     variant, largest = problem.variant, max(problem.head_dim, problem.head_dim_v)
-    if variant.storage not in ("float16", "bfloat16") or largest > WIDEST:
-        return None
+    if variant.storage not in ("float16", "bfloat16"):
+        return None, f"tensor cores multiply 16-bit types, not {variant.storage}"
+    if largest > WIDEST:
+        return None, f"head_dim is above {WIDEST}"
     modified = variant.score_mod is not None or variant.mask_mod is not None
     special = problem.dropout_p or problem.softcap or problem.chunk or problem.block_mask_m
     if options or modified or special:
-        return None
+        return None, "masks, biases and other options change scores"
     head_dim = next(width for width in HEAD_DIMS if width >= largest)
     padded = min(problem.head_dim, problem.head_dim_v) < head_dim
     tiling = GradientTiling(problem.variant.storage, head_dim, padded=padded, strided=strided)
-    return tiling if tiling.shared_bytes <= shared_limit else None
+    fits = tiling.shared_bytes <= shared_limit
+    return (tiling, "") if fits else (None, "a thread block has too little shared memory")

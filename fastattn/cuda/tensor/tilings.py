@@ -110,17 +110,20 @@ FEW_ROWS = 64  # at most so many queries: a block of more would be empty for the
 
 def forward_tiling(
     problem: Problem, *, options: bool, strided: bool, shared_limit: int
-) -> Tiling | None:
-    """The kernel for a problem, or None if none of them runs it.
+) -> tuple[Tiling | None, str]:
+    """(the kernel for a problem, "") or (None, why none of them runs it).
 
     options       a mask, a bias or ALiBi slopes are among the operands
     strided       a row of q, k, v or out is not whole chunks of 16 aligned bytes
     shared_limit  bytes of shared memory that a thread block may have
     """
     variant, largest = problem.variant, max(problem.head_dim, problem.head_dim_v)
-    fits = variant.storage in ("float16", "bfloat16") and largest <= HEAD_DIMS[-1]
-    if not fits or (variant.paged and strided):
-        return None
+    if variant.storage not in ("float16", "bfloat16"):
+        return None, f"tensor cores multiply 16-bit types, not {variant.storage}"
+    if largest > HEAD_DIMS[-1]:
+        return None, f"head_dim is above {HEAD_DIMS[-1]}"
+    if variant.paged and strided:
+        return None, "rows of pages are not whole chunks of 16 aligned bytes"
     general = _is_general(problem, options)
     head_dim, head_dim_v = (
         next(width for width in HEAD_DIMS if width >= size)
@@ -131,7 +134,7 @@ def forward_tiling(
     widest = max(head_dim, head_dim_v)
     # One warp that copies all elements of wider rows one by one spills 590 to 1120 bytes.
     if packed and strided and widest > HEAD_DIMS[0]:
-        return None
+        return None, "rows for one query are not whole chunks of 16 aligned bytes"
     small = (
         general
         or padded
@@ -155,8 +158,8 @@ def forward_tiling(
             mask_mod=variant.mask_mod,
         )
         if tiling.shared_bytes <= shared_limit:
-            return tiling
-    return None
+            return tiling, ""
+    return None, "a thread block has too little shared memory"
 
 
 # (warps that multiply, block_m, block_n) of the specialised kernel for each head_dim. All registers
