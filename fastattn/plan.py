@@ -47,7 +47,7 @@ def plan(problem: Problem, backend: str = "auto", placement: Placement | None = 
     ValueError   another backend than "cuda" is asked for arrays of a GPU
     """
     if backend == "cuda" or (placement is not None and placement.on_device):
-        return _cuda_plan(problem, backend, placement or IN_HOST_MEMORY, False)
+        return _cuda_plan(problem, backend, placement or IN_HOST_MEMORY, gradients=False)
     return _plan(problem, backend, get_num_threads())
 
 
@@ -118,7 +118,7 @@ def plan_backward(
 ) -> Plan:
     """Return how the gradients of `problem` will be computed. Errors are those of plan()."""
     if backend == "cuda" or (placement is not None and placement.on_device):
-        return _cuda_plan(problem, backend, placement or IN_HOST_MEMORY, True)
+        return _cuda_plan(problem, backend, placement or IN_HOST_MEMORY, gradients=True)
     return _plan_backward(problem, backend, get_num_threads())
 
 

@@ -47,6 +47,7 @@ class KVCache:
     all at once, in chunks or token by token, with `left` or with window=(left, 0) and all keys. For
     that, `start` is always a multiple of the keys after which the core starts a sum anew (1024). On
     backend "numpy" the BLAS library decides the order of additions, and results agree to rounding.
+    Dropout counts the rows of a call, and with `left` the keys that are kept: it does not repeat.
 
     Not for use by several threads at once.
     """
