@@ -142,7 +142,8 @@ def attention(
     arrays: Any = (q, k, v, mask, bias)
     key = None  # of calls that may be repeated: see repeat.py
     no_lengths = kv_len is kv_start is block_table is None
-    no_modifiers = score_mod is mask_mod is block_mask is None and type(aux) is tuple and not aux
+    no_modifiers = score_mod is mask_mod is None and block_mask is None
+    no_modifiers = no_modifiers and type(aux) is tuple and not aux
     no_dropout = type(dropout_p) is float and dropout_p == 0
     on_host = given is q or not any(map(is_device_view, arrays[:3]))
     if on_host and alibi is sinks is q_len is out is None and no_modifiers and no_dropout:

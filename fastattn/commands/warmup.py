@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from ..cpu import built_in, cache, compile, prebuilt
+from ..machine import TARGETS
 from . import terminal
 
 HELP = "compile the built-in kernels into the cache, or into a folder for other machines"
@@ -18,10 +19,10 @@ It must belong to the user who runs fastattn, and others must not be able to wri
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(compile.TARGETS)
+    names = ", ".join(TARGETS)
     parser.add_argument(
         "--target",
-        choices=list(compile.TARGETS),
+        choices=list(TARGETS),
         metavar="NAME",
         help=f"machines to compile for: {names} (default: the best that runs here)",
     )
