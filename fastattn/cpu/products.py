@@ -190,10 +190,10 @@ def few_outputs(dtype: str, unit: VectorUnit):
     lanes = unit.lanes(ITEMSIZE[dtype])
     rest, nr, add = panel_product(dtype, unit), tile_shape(unit)[1] * lanes, np.int64(1)
 
-    def some_rows(rows):
+    def some_rows(rows, asks):
         """Kernel: one or two rows against all columns, in tiles as wide as fit."""
         shapes = FEW_TILES[unit.registers][rows - 1]
-        wide, slim = (product(dtype, lanes, rows, nv, asks=True) for nv in shapes)
+        wide, slim = (product(dtype, lanes, rows, nv, asks=asks) for nv in shapes)
         wide_width, slim_width = (nv * lanes for nv in shapes)
         count = np.int64(rows)  # for a literal, Numba would compile what is called once more
 
@@ -213,17 +213,26 @@ def few_outputs(dtype: str, unit: VectorUnit):
 
         return run
 
-    one, two = some_rows(1), some_rows(2)
+    one, two = some_rows(1, True), some_rows(2, True)
+    one_near, two_near = some_rows(1, False), some_rows(2, False)
 
     @jit
     def run(p, s_stride, count, v, rs_v, start, stop, acc, acc_stride):
         p, (v, rows), depth = at(p, start), rows_from(v, rs_v, start), stop - start
-        for m in range(0, count - 1, 2):
-            to = at(acc, m * acc_stride)
-            two(at(p, m * s_stride), s_stride, v, rows, depth, to, acc_stride)
-        if count % 2 != 0:
-            to = at(acc, (count - 1) * acc_stride)
-            one(at(p, (count - 1) * s_stride), s_stride, v, rows, depth, to, acc_stride)
+        follow = rows_follow(rs_v, acc_stride)
+        for m in range(0, count, 2):
+            place, to = at(p, m * s_stride), at(acc, m * acc_stride)
+            tile = place, s_stride, v, rows, depth, to, acc_stride
+            # Where rows follow each other, or are in the cache by now, asking costs more than it gives.
+            asks = m == 0 and not follow
+            if m + 1 < count and asks:
+                two(*tile)
+            elif m + 1 < count:
+                two_near(*tile)
+            elif asks:
+                one(*tile)
+            else:
+                one_near(*tile)
 
     return run
 
