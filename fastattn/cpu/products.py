@@ -190,22 +190,34 @@ def few_outputs(dtype: str, unit: VectorUnit):
     lanes = unit.lanes(ITEMSIZE[dtype])
     rest, nr, add = panel_product(dtype, unit), tile_shape(unit)[1] * lanes, np.int64(1)
 
-    def some_rows(rows, asks):
+    def some_rows(rows):
         """Kernel: one or two rows against all columns, in tiles as wide as fit."""
         shapes = FEW_TILES[unit.registers][rows - 1]
-        wide, slim = (product(dtype, lanes, rows, nv, asks=asks) for nv in shapes)
+        asking, slim_asking = (product(dtype, lanes, rows, nv, asks=True) for nv in shapes)
+        wide, slim = (product(dtype, lanes, rows, nv) for nv in shapes)
         wide_width, slim_width = (nv * lanes for nv in shapes)
         count = np.int64(rows)  # for a literal, Numba would compile what is called once more
 
         @jit
-        def run(p, s_stride, v, rs_v, depth, acc, acc_stride):
-            d = 0
-            while d + wide_width <= acc_stride:
-                wide(p, s_stride, at(v, d), rs_v, at(acc, d), acc_stride, depth, add)
-                d += wide_width
+        def run(p, s_stride, v, rs_v, depth, acc, acc_stride, is_first):
+            # Values that are read in the order of memory, or that rows before these have read, come
+            # sooner if they are not asked for (1 row of head_dim 128: 22.3 -> 16.8 ns).
+            in_order = rows_follow(rs_v, acc_stride) and acc_stride <= wide_width
+            asks, d = is_first and not in_order, 0
             while d + slim_width <= acc_stride:
-                slim(p, s_stride, at(v, d), rs_v, at(acc, d), acc_stride, depth, add)
-                d += slim_width
+                place = p, s_stride, at(v, d), rs_v, at(acc, d), acc_stride, depth, add
+                if d + wide_width <= acc_stride:
+                    if asks:
+                        asking(*place)
+                    else:
+                        wide(*place)
+                    d += wide_width
+                else:
+                    if asks:
+                        slim_asking(*place)
+                    else:
+                        slim(*place)
+                    d += slim_width
             while d < acc_stride:
                 whole, to = d + nr <= acc_stride, at(acc, d)
                 rest(whole, count, p, s_stride, at(v, d), rs_v, to, acc_stride, depth, add)
@@ -213,26 +225,18 @@ def few_outputs(dtype: str, unit: VectorUnit):
 
         return run
 
-    one, two = some_rows(1, True), some_rows(2, True)
-    one_near, two_near = some_rows(1, False), some_rows(2, False)
+    one, two = some_rows(1), some_rows(2)
 
     @jit
     def run(p, s_stride, count, v, rs_v, start, stop, acc, acc_stride):
         p, (v, rows), depth = at(p, start), rows_from(v, rs_v, start), stop - start
-        follow = rows_follow(rs_v, acc_stride)
-        for m in range(0, count, 2):
-            place, to = at(p, m * s_stride), at(acc, m * acc_stride)
-            tile = place, s_stride, v, rows, depth, to, acc_stride
-            # Where rows follow each other, or are in the cache by now, asking costs more than it gives.
-            asks = m == 0 and not follow
-            if m + 1 < count and asks:
-                two(*tile)
-            elif m + 1 < count:
-                two_near(*tile)
-            elif asks:
-                one(*tile)
-            else:
-                one_near(*tile)
+        for m in range(0, count - 1, 2):
+            to = at(acc, m * acc_stride)
+            two(at(p, m * s_stride), s_stride, v, rows, depth, to, acc_stride, m == 0)
+        if count % 2 != 0:
+            to = at(acc, (count - 1) * acc_stride)
+            place = at(p, (count - 1) * s_stride)
+            one(place, s_stride, v, rows, depth, to, acc_stride, count == 1)
 
     return run
 
