@@ -3,10 +3,13 @@
 python bench/inside.py
 python bench/inside.py --cases 'bert-*,dim-96' --json
 
-One thread; ns for each visible pair of query and key. The pieces are those of
+ns for each visible pair of query and key, on one thread. The pieces are those of
 fastattn/cpu/forward.py; "rest" is what lies between them: ranges, loops, drawing items. Waiting for
-memory counts to the piece that waits. The call is timed without clocks, with what Python does.
-"peak": both products, did they run at the multiply-add peak.
+memory counts to the piece that waits. The calls are timed without clocks, with what Python does.
+"peak": both products, did they run at the multiply-add peak. "least": the same with all that is
+computed for registers' sake (keys past the last visible one, columns past the last dimension), and
+with the softmax and the packing as fast as they are alone, in the second cache (pieces.py).
+Per cent: the peak over that least time, over a call of one thread and over one of all threads.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from contextlib import ExitStack
 from unittest import mock
 
 import numpy as np
+import pieces
 import repository
+import simulate
 from rich.table import Table
 
 from fastattn import repeat
@@ -30,7 +35,8 @@ from fastattn.benchmark.roofline import multiply_add_peak
 from fastattn.commands import terminal
 from fastattn.cpu import compile
 from fastattn.cpu import run as cpu_run
-from fastattn.machine import VectorUnit
+from fastattn.cpu.threads import num_threads
+from fastattn.machine import AVX512, VectorUnit, default_num_threads
 from fastattn.problem import Variant
 
 # What makes the kernels of each piece, in modules of fastattn.cpu.
@@ -44,7 +50,15 @@ PIECES = {
     "rows out": ["rows.write_rows"],
     "rest": ["forward.work_item"],  # and all others within it
 }
-DEFAULT = "bert-128,bert-512,minilm-256,dense-4k"
+# As the table shows them.
+SUMS = {
+    "products": ("scores", "output"),
+    "softmax": ("softmax",),
+    "packing": ("packing",),
+    "rows": ("queries in", "rows out"),
+    "rest": ("masks", "rest"),
+}
+DEFAULT = "bert-128,bert-512,vit-197,minilm-256,gpt2-1k-causal,dense-4k,sd-4k-d40,dim-37"
 
 
 @functools.cache
@@ -128,20 +142,26 @@ def ticks_per_ns() -> float:
 
 
 def measure(case: cases.Case, rounds: int) -> dict[str, float]:
-    """ns a pair: of each piece, of the call, of the products at the peak."""
+    """ns a pair: of each piece; of the call, on one thread and on all, times threads; "peak" and
+    "least".
+    """
     variant, totals = case.problem.variant, np.zeros(len(PIECES), np.int64)
     run = peers.entry(peers.OURS, case, case.inputs(), 1).run
     run()
     kernel, plain, calls = clocked_kernel(variant, totals), cpu_run.kernel, calls_per_sample(run)
     pairs = work.flop(case) / (4 * case.head_dim)
-    rate, found, seconds = ticks_per_ns(), [], []
+    rate, found, seconds, threads = ticks_per_ns(), [], [], default_num_threads()
 
     def chosen(name: str, variant: Variant) -> compile.Kernel:
         return kernel if name == "forward" else plain(name, variant)
 
     for _ in range(rounds):
         prepare_anew()
-        seconds.append(sample(run, calls))
+        with num_threads(threads):
+            run()
+            shared = threads * sample(run, calls)
+        run()
+        seconds.append((sample(run, calls), shared))
         with mock.patch.object(cpu_run, "kernel", chosen):
             prepare_anew()
             run()
@@ -152,8 +172,25 @@ def measure(case: cases.Case, rounds: int) -> dict[str, float]:
     ns = dict(zip(PIECES, np.median(found, 0).tolist(), strict=True))
     ns["softmax"] -= ns["output"]
     ns["rest"] -= sum(value for name, value in ns.items() if name != "rest")
-    peak = 4 * case.head_dim / multiply_add_peak(case.dtype)
-    return {**ns, "call": float(np.median(seconds)) * 1e9 / pairs, "peak": peak}
+    one, shared = (np.median(seconds, 0) * 1e9 / pairs).tolist()
+    peak = multiply_add_peak(case.dtype)
+    limits = {"peak": 4 * case.head_dim / peak, "least": least(case, peak) / pairs}
+    return {**ns, "call": one, "shared": shared, **limits}
+
+
+def least(case: cases.Case, peak: float) -> float:
+    """ns of a call whose products run at the peak, and all else as it does alone."""
+    alone = pieces.measure(["softmax", f"pack *, {case.dtype}"], case.dtype, case.head_dim)
+    ns = {name.partition(",")[0]: found["ns"] for name, found in alone.items()}
+    chosen = simulate.plan_for(case, 1)
+    unit = compile.vector_unit_of(compile.host_target())
+    step = unit.lanes(np.dtype(case.dtype).itemsize) // (2 if unit == AVX512 else 1)
+    columns = case.head_dim + -(-case.head_dim // step) * step
+    blocks = range(0, case.group * case.seqlen_q, chosen.block_m)
+    pairs, keys = np.sum([simulate.block_work(chosen, first, 0) for first in blocks], 0)
+    packing = case.head_dim * (ns["pack keys"] + ns["pack values"])
+    heads = case.batch * case.heads_kv
+    return float(heads * (pairs * (2 * columns / peak + ns["softmax"]) + keys * packing))
 
 
 def prepare_anew() -> None:
@@ -168,13 +205,16 @@ def main() -> None:
     parser.add_argument("--cases", type=terminal.checked(cases.select), default=DEFAULT)
     parser.add_argument("--rounds", type=terminal.count, default=7, help="default 7")
     options = parser.parse_args()
-    shown = Table("workload", title="ns a pair, one thread")
-    for heading in (*PIECES, "call", "peak"):
+    shown = Table("workload", title="ns a pair, one thread; per cent of the multiply-add peak")
+    for heading in ("peak", *SUMS, "call", "least", "% at most", "% one", "% all"):
         shown.add_column(heading, justify="right")
     results = {}
     for case in options.cases:
-        results[case.name] = measure(case, options.rounds)
-        shown.add_row(case.name, *(f"{ns:.3f}" for ns in results[case.name].values()))
+        ns = results[case.name] = measure(case, options.rounds)
+        sums = (sum(ns[piece] for piece in together) for together in SUMS.values())
+        texts = [f"{spent:.2f}" for spent in (ns["peak"], *sums, ns["call"], ns["least"])]
+        texts += [f"{100 * ns['peak'] / ns[name]:.0f}" for name in ("least", "call", "shared")]
+        shown.add_row(case.name, *texts)
     terminal.console().print(shown)
     if options.json:
         kept = {name: {"ns": ns} for name, ns in results.items()}

@@ -30,6 +30,7 @@ from fastattn.plan import plan
 from fastattn.problem import Plan
 
 LANES = 16  # keys are computed by the register
+STRIP = 28  # rows are computed together, as far as the last one sees (where all see alike, 48)
 # What is assumed of a machine for each of its cores: the figures of large servers of 2023.
 READ_GB_S = 5.5  # of memory
 LEVEL_3 = 4 << 20  # bytes
@@ -122,13 +123,13 @@ def block_work(plan: Plan, first: int, split: int) -> tuple[int, int]:
     """(pairs computed, keys read) of the item whose rows start at `first`."""
     problem = plan.problem
     count = min(plan.block_m, problem.group * problem.seqlen_q - first)
-    strips = range(first, first + count, plan.mc)
+    strips = range(first, first + count, STRIP)
     low, high = split * plan.split_n, (split + 1) * plan.split_n
     if plan.num_splits == 1:
         low, high = 0, problem.seqlen_k
     pairs, reach = 0, [problem.seqlen_k, 0]
     for row in strips:
-        here = min(plan.mc, first + count - row)
+        here = min(STRIP, first + count - row)
         queries = np.array([row, row + here - 1]) // problem.group
         starts, stops = problem.key_range(queries)
         start, stop = max(int(starts[0]), low), min(int(stops[1]), high)
