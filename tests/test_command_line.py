@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def test_module_runs():
     )
     assert all(f"\n    {name} " in done.stdout for name in ("info", "bench", "warmup"))
     assert done.stderr == ""
+
+
+def test_a_reader_that_has_left():
+    """As in `info | head -1`: no complaint, and the status of a program that SIGPIPE ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fastattn", "info"]
+    done = subprocess.run(
+        command, cwd=PACKAGE.parent, stdout=writer, stderr=subprocess.PIPE, timeout=250
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_command_is_needed(capsys):

@@ -227,8 +227,8 @@ def hanging_work(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--minutes", "0"], "must be a number of minutes, got '0'"),
-        (["--minutes", "soon"], "must be a number of minutes, got 'soon'"),
+        (["--minutes", "0"], "must be a number of minutes above 0, got '0'"),
+        (["--minutes", "soon"], "must be a number of minutes above 0, got 'soon'"),
         (["--calls", "0"], "must be an int of at least 1, got '0'"),
         (["--seed", "-1"], "must be an int of at least 0, got '-1'"),
         (["--calls", "3", "--minutes", "1"], "not allowed with argument"),

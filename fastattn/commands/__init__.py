@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; the flush at exit is not to fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as a shell says of a program that SIGPIPE ends
     except (ImportError, ValueError, OSError, WrongAnswer) as error:  # what the user can know
         print(f"fastattn: {error}", file=sys.stderr)
         return 1

@@ -34,7 +34,7 @@ def minutes(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise ValueError(f"must be a number of minutes, got {text!r}")
+        raise ValueError(f"must be a number of minutes above 0, got {text!r}")
     return number
 
 
