@@ -167,7 +167,7 @@ def _gradients(
     dtype = problem.variant.dtype
     if is_device_view(operands.q):
         return _device_gradients(operands, dout, dlse, wanted, arguments)
-    dq, dk, dv = (np.zeros(a.shape, dtype) for a in operands[:3])
+    dq, dk, dv = (_zeros_in_order_of(a, dtype) for a in operands[:3])
     dbias = dalibi = dsinks = None
     if "dbias" in wanted and operands.bias is not None:
         own = np.zeros(np.shape(arguments["bias"]), dtype)
@@ -177,6 +177,16 @@ def _gradients(
     if "dsinks" in wanted:
         dsinks = np.zeros(problem.heads_q, dtype)
     return Gradients(dout, dlse, dq, dk, dv, dbias, dalibi, dsinks)
+
+
+def _zeros_in_order_of(a: np.ndarray, dtype: str) -> np.ndarray:
+    """Return zeros of the shape of `a`, whose axes lie as its own if its rows are dense: where it
+    is a transposed view, as of tokens before heads, its gradient is transposed back without a copy.
+    """
+    in_order = a.strides[-1] == a.itemsize and all(
+        stride or size < 2 for stride, size in zip(a.strides, a.shape, strict=True)
+    )
+    return np.zeros_like(a, dtype, order="K" if in_order else "C")
 
 
 def _device_gradients(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad, gradcheck  # noqa: E402
 from torch.func import grad, jvp, vmap  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as theirs  # noqa: E402
@@ -28,6 +31,37 @@ def tensors(*shapes, dtype=torch.float64):
 
 def leaves(*shapes, **options):
     return [t.requires_grad_() for t in tensors(*shapes, **options)]
+
+
+# --- where they lie -----------------------------------------------------------------------------
+
+
+def in_many_orders(heads, seqlen):
+    """Views of shape (2, heads, seqlen, 8) with axes in other orders, gaps, and shared memory."""
+    yield torch.randn(2, heads, seqlen, 8)
+    yield torch.randn(2, seqlen, heads, 8).transpose(1, 2)
+    yield torch.randn(2, seqlen, 3, heads, 8)[:, :, 1].transpose(1, 2)
+    yield torch.randn(2, heads, 8, seqlen).transpose(2, 3)
+    yield torch.randn(2, heads, seqlen, 16)[..., ::2]
+    yield torch.randn(seqlen, heads, 8).transpose(0, 1).expand(2, -1, -1, -1)
+    yield torch.randn(1, seqlen, heads, 8).transpose(1, 2)
+
+
+def test_gradients_lie_as_their_tensors():
+    """Tokens before heads, as models have them: transposed back, they are contiguous. And the
+    compiler's stand-ins lie as they do.
+    """
+    flags = (0.3, True, "top_left", None, 1, 0, 2.0, 0.0)
+    for q, k in itertools.product(in_many_orders(4, 3), in_many_orders(2, 5)):
+        call = (q, k, k, *(None,) * 9, *flags)
+        out, lse = torch.ops.fastattn.attention(*call)
+        arguments = (out, None, out, lse, *call, [False] * 3)
+        found = torch.ops.fastattn.attention_backward(*arguments)
+        with FakeTensorMode() as mode:
+            stand_ins = (mode.from_tensor(a) if torch.is_tensor(a) else a for a in arguments)
+            fake = torch.ops.fastattn.attention_backward(*stand_ins)
+        assert [g.stride() for g in found] == [g.stride() for g in fake]
+    assert found[1].stride()[1:] == k.stride()[1:]
 
 
 # --- finite differences -------------------------------------------------------------------------

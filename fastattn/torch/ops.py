@@ -143,7 +143,17 @@ def backward(
 def _fake_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) -> list[Tensor]:
     call, wanted = Call(*arguments[:-1]), arguments[-1]
     others = [getattr(call, name) for name, want in zip(ON_DEMAND, wanted, strict=True) if want]
-    return [t.new_empty(t.shape) for t in (call.q, call.k, call.v, *others)]
+    main = [_empty_gradient(t, out.shape[:-3]) for t in call[:3]]
+    return [*main, *(t.new_empty(t.shape) for t in others)]
+
+
+def _empty_gradient(t: Tensor, lead: torch.Size) -> Tensor:
+    """A tensor for the gradient by `t`, whose axes lie as attention_backward() lays them."""
+    is_shared = t.shape[:-3].numel() != lead.numel() or any(
+        stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)
+    )
+    in_order = t.stride(-1) == 1 and not is_shared
+    return torch.empty_like(t) if in_order else t.new_empty(t.shape)
 
 
 def _no_second_derivative(ctx: Any, *gradients: Any) -> Any:
