@@ -6,22 +6,45 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 
-class Assembled(NamedTuple):
-    """What a kernel became."""
+class Assembled:
+    """What a kernel became. Its instructions are looked at when they are asked for: that takes as
+    long as all the rest.
+    """
 
-    registers: int  # of a thread
-    spilled: int  # bytes of registers kept in memory
-    instructions: Counter  # by name, without what follows a dot
-    loop: Counter  # those of the longest loop
-    code: tuple[tuple[str, str], ...]  # all of them in order: (name, what follows it)
+    def __init__(self, report: str, binary: bytes):
+        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+        self.registers = int(re.search(r"Used (\d+) registers", report)[1])  # of a thread
+        self.spilled = int(spilled[1]) + int(spilled[2])  # bytes of registers kept in memory
+        self.binary = binary
+
+    @cached_property
+    def _listed(self) -> tuple[list[tuple[str, str]], Counter]:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.binary)
+            file.flush()
+            return listed(_run("nvdisasm", "-c", file.name))
+
+    @property
+    def code(self) -> list[tuple[str, str]]:
+        """All instructions in order: (name, what follows it)."""
+        return self._listed[0]
+
+    @property
+    def instructions(self) -> Counter:
+        """How many there are by name, without what follows a dot."""
+        return Counter(name for name, _ in self.code)
+
+    @property
+    def loop(self) -> Counter:
+        """Those of the longest loop."""
+        return self._listed[1]
 
 
 def need_assembler():
@@ -46,20 +69,16 @@ def assemble(ptx: str, target: str, divides: bool = False) -> Assembled:
     also at a long division.
     """
     with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source, file = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        report = _run("ptxas", "-v", f"-arch={target}", source, "-o", binary)
-        listing = _run("nvdisasm", "-c", binary)
+        report = _run("ptxas", "-v", f"-arch={target}", source, "-o", file)
+        binary = file.read_bytes()
     assert "warning" not in report, report
     assert "Performance Loss" not in report, report
-    assert divides or "__internal" not in listing, (
+    assert divides or b"__internal" not in binary, (
         "a function of the compiler's own, for a long division"
     )
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    code, loop = _counted(listing)
-    registers = int(re.search(r"Used (\d+) registers", report)[1])
-    spills = int(spilled[1]) + int(spilled[2])
-    return Assembled(registers, spills, Counter(name for name, _ in code), loop, tuple(code))
+    return Assembled(report, binary)
 
 
 def _run(name: str, *arguments) -> str:
@@ -68,7 +87,7 @@ def _run(name: str, *arguments) -> str:
     return done.stdout + done.stderr
 
 
-def _counted(listing: str) -> tuple[list[tuple[str, str]], Counter]:
+def listed(listing: str) -> tuple[list[tuple[str, str]], Counter]:
     """(all instructions, a count of those of the longest loop)."""
     code, labels, jumps = [], {}, []
     for line in listing.splitlines():
