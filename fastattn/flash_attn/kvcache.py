@@ -245,8 +245,10 @@ def _check_written(name: str, rows: np.ndarray, owner: Any, new: np.ndarray, cou
     if new.shape[2:] != rows.shape[2:] or new.shape[1] != count:
         wanted = (len(new), count, *rows.shape[2:])
         raise ValueError(f"{name} must have shape {wanted}, got {new.shape}")
-    if not rows.flags.writeable or canonical(rows) is not rows:
-        rule = f"{name}_cache must be writeable, native and aligned"
+    if not rows.flags.writeable:
+        raise ValueError(f"{name}_cache must be writeable, got a read-only array")
+    if canonical(rows) is not rows:
+        rule = f"{name}_cache must be native and aligned"
         raise ValueError(f"{rule}, got {rows.dtype} with strides {rows.strides}")
 
 
