@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from processes import PACKAGE, fresh
 
+import fastattn
 from fastattn import commands, plan, repeat
 from fastattn.benchmark import cases, peers, verify
 from fastattn.commands import bench, info
@@ -63,6 +64,12 @@ def test_a_reader_that_has_left():
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        run("--version")
+    assert (exit_.value.code, capsys.readouterr().out) == (0, f"fastattn {fastattn.__version__}\n")
 
 
 def test_a_command_is_needed(capsys):

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
 from ..verifying.oracle import WrongAnswer
 from . import bench, info, verify, warmup
 
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fastattn", description="Exact fused attention for NumPy arrays."
     )
+    parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         one = commands.add_parser(name, help=command.HELP, description=command.HELP)
