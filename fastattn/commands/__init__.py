@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .. import __version__
+from ..cpu.cache import version
 from ..verifying.oracle import WrongAnswer
 from . import bench, info, verify, warmup
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fastattn", description="Exact fused attention for NumPy arrays."
     )
-    parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
+    parser.add_argument("--version", action="version", version=f"fastattn {version('fastattn')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         one = commands.add_parser(name, help=command.HELP, description=command.HELP)
