@@ -8,7 +8,10 @@ from ...problem import Problem
 from .tilings import HEAD_DIMS, ITEM
 
 WIDEST = 128  # head_dim: dk and dv of more do not fit into the registers beside the scores
-BLOCK = 64  # queries and keys of a block; 32 of those that stream through where head_dim is large
+BLOCK = 64  # queries and keys of a block
+# Rows of a step by head_dim. Beside more of 128, ptxas spills 44 bytes of dk and dv for sm_100 and
+# 80 for sm_120; and with 32, two thread blocks fit into the shared memory of sm_80 instead of one.
+STEP = {64: 64, 96: 32, 128: 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +20,8 @@ class GradientTiling:
 
     storage: str  # "float16" or "bfloat16"
     head_dim: int  # of HEAD_DIMS, for head_dim and head_dim_v
+    block_n: int  # rows of a step
     block_m: int = BLOCK  # rows that a thread block keeps: queries for dq, keys for dk and dv
-    block_n: int = BLOCK  # rows of a step
     warps: int = 4
     padded: bool = False
     strided: bool = False
@@ -53,6 +56,8 @@ def gradient_tiling(
         return None, "masks, biases and other options change scores"
     head_dim = next(width for width in HEAD_DIMS if width >= largest)
     padded = min(problem.head_dim, problem.head_dim_v) < head_dim
-    tiling = GradientTiling(problem.variant.storage, head_dim, padded=padded, strided=strided)
+    tiling = GradientTiling(
+        variant.storage, head_dim, STEP[head_dim], padded=padded, strided=strided
+    )
     fits = tiling.shared_bytes <= shared_limit
     return (tiling, "") if fits else (None, "a thread block has too little shared memory")
