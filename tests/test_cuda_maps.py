@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from test_cuda_driver import run, stub  # noqa: F401
+from stubbed_gpu import run
 
 from fastattn.cuda.job import MAPPED_FIELDS
 
 
-def test_maps_are_parameters_of_their_own(stub):  # noqa: F811
+def test_maps_are_parameters_of_their_own():
     code = """
 q = np.ones((2, 70, 4, 64), np.float16).swapaxes(1, 2)
 k, v = np.ones((2, 2, 300, 64), np.float16), np.ones((1, 1, 300, 64), np.float16)
@@ -20,7 +20,7 @@ raw = (ctypes.c_int64 * COUNT).from_address(library.fake_jobs())
 print(json.dumps([log(), list(raw[-3:]), [a.ctypes.data for a in (q, k, v)], text]))
 """.replace("COUNT", str(len(MAPPED_FIELDS)))
     environment = {"FASTATTN_WGMMA": 1, "FAKE_PARAMETERS": len(MAPPED_FIELDS)}
-    lines, found, places, text = run(stub, code, **environment)
+    lines, found, places, text = run(code, **environment)
     assert found == places
     ends = "1 1 1 1, 3 3"
     assert [line for line in lines if line.startswith("map")] == [
