@@ -150,7 +150,7 @@ def output_product(dtype: str) -> Callable[[VectorUnit], Body]:
 
         @jit
         def body(f):
-            product(real(f[0]), f[6], f[3], real(f[1]), f[5], 0, f[5], real(f[2]), f[7])
+            product(real(f[0]), f[6], f[3], real(f[1]), f[5], 0, f[5], real(f[2]), f[7], f[4])
 
         return body
 

@@ -15,6 +15,14 @@ import fastattn
 BACKENDS = ("numpy", "cpu")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fresh_graphs(tmp_path_factory):
+    """PyTorch keeps compiled graphs, and does not see that an operator of theirs has changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("graphs")))
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--backend",

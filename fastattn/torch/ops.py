@@ -29,10 +29,13 @@ ARGUMENTS = (
 # A library, and not torch.library.custom_op: an empty operator of these arguments takes 6 us, made
 # by that 18, and 115 where it is recorded.
 LIBRARY = torch.library.Library("fastattn", "DEF")
-LIBRARY.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor)")
+# Gradients lie as their tensors do, so the compiler may not lay these out anew.
+TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
+LIBRARY.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor)", tags=TAGS)
 LIBRARY.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, "
-    f"{ARGUMENTS}, bool[] wanted) -> Tensor[]"
+    f"{ARGUMENTS}, bool[] wanted) -> Tensor[]",
+    tags=TAGS,
 )
 OPERATOR = torch.ops.fastattn.attention.default
 OPERATOR_OF_BACKWARD = torch.ops.fastattn.attention_backward.default
