@@ -70,6 +70,7 @@ def test_more_threads_than_cores_wait_for_each_other():
     assert not found["k"][..., 900:, :].any()
 
 
+@pytest.mark.unguarded
 def test_memory_beyond_the_gradients_does_not_grow_with_the_scores(backend):
     case = Case("memory", 3000, 3000, 16, heads_q=1)
     arrays, flags = case.arrays(), case.flags()

@@ -154,6 +154,7 @@ def test_the_batch_broadcasts(backend, rng):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.unguarded
 @pytest.mark.parametrize("seqlen_q", [1, 40])
 def test_pages_of_others_are_never_read(seqlen_q, backend, rng):
     """They kill whoever reads them."""

@@ -9,6 +9,7 @@ import fastattn
 from fastattn import repeat
 
 pytest.importorskip("numba")
+pytestmark = pytest.mark.unguarded
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import fastattn.flash_attn as flash_attn
 from fastattn import check, paging, repeat
 
 pytest.importorskip("numba")
+pytestmark = pytest.mark.unguarded
 F4 = np.float32
 
 

@@ -48,6 +48,7 @@ def regions(monkeypatch):
 
 
 @needs_region
+@pytest.mark.unguarded
 def test_same_bits_on_torchs_threads(two_threads, regions):
     q = torch.randn(2, 8, 300, 64)
     wanted = fastattn.attention(q, q, q)
@@ -61,6 +62,7 @@ def test_same_bits_on_torchs_threads(two_threads, regions):
 
 
 @needs_region
+@pytest.mark.unguarded
 def test_regions_until_all_is_done(two_threads, regions, monkeypatch):
     monkeypatch.setattr(cpu_run, "FLOP_PER_CALL", 1)  # one item, then Python may act
     cpu_run._prepare.cache_clear()

@@ -210,6 +210,7 @@ def test_halves_are_rounded_once(dtype, backend):
     np.testing.assert_array_equal(lse, wide_lse)
 
 
+@pytest.mark.unguarded
 @pytest.mark.parametrize("dtype", HALVES)
 def test_halves_are_converted_by_the_block(dtype, backend):
     case = Case("half", 256, 32768, 64, heads_q=2, dtype=dtype)
