@@ -68,8 +68,7 @@ def _launch_again(
     arrays |= {name: array for name, array in given.items() if array is not None}
 
     def prepare() -> Prepared:
-        names = ROWS if plan.choice.weighs else ROWS[:2]
-        rows = {name: n * _row_bytes(problem) for n, name in enumerate(names)}
+        rows = {name: n * _row_bytes(problem) for n, name in enumerate(_row_names(plan.choice))}
         there = {name: NOWHERE + first for name, first in rows.items()}
         job = gradient_job_of(problem, operands, gradients, Pieces(0), address, **there)
         jobs = ((k, job._replace(**pieces._asdict())) for k, pieces in plan.choice.kernels)
@@ -77,6 +76,11 @@ def _launch_again(
         return Prepared(launches_of(jobs, memory.ordinal), nbytes, tuple(rows.items()))
 
     return launch_again(plan, arrays, memory, prepare)
+
+
+def _row_names(choice: GradientChoice) -> tuple[str, ...]:
+    """The numbers of each row that the kernels of q, k and v hand on to each other."""
+    return ROWS if choice.weighs else ROWS[:2]
 
 
 def _row_bytes(problem: Problem) -> int:
@@ -125,7 +129,7 @@ def _launch_all(
     space: Scratch,
 ) -> None:
     """Put all kernels of a call into the stream."""
-    wanted = set(ROWS if choice.weighs else ROWS[:2])
+    wanted = set(_row_names(choice))
     kernels = list(choice.kernels if problem.seqlen_k else choice.kernels[:1])
     if gradients.dbias is not None and problem.seqlen_k:
         stored = gradients.dbias.dtype.name
