@@ -106,7 +106,7 @@ LAYERS = [
     "cpu.forward cuda.softmax cuda.place cuda.writing",
     "cuda.scores",
     "cpu.overflow",
-    "cpu.products cpu.masking cpu.rows cpu.ahead cpu.elementwise_kernels",
+    "cpu.products cpu.masking cpu.spans cpu.rows cpu.ahead cpu.elementwise_kernels",
     "cpu.gradient_rows cpu.gradient_scores",
     "cpu.softmax cpu.microkernel cpu.modifiers",
     "cpu.pages cpu.square",

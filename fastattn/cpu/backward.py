@@ -39,11 +39,12 @@ from .fields import (
 )
 from .forward import read_ranges
 from .job import DONE, ITEM_SIZE
-from .masking import mask_block, scores_block, visible_span
+from .masking import mask_block, scores_block
 from .memory import at, load_acquire, pause, pointer_to, store_release
 from .microkernel import pack_k, panel_product, tile_shape
 from .registers import ITEMSIZE, jit
 from .simd import operations
+from .spans import mask_span, visible_span
 
 
 @jit
@@ -92,14 +93,17 @@ def columns(variant: Variant, unit: VectorUnit):
         if field(job, "block_mask") != 0 and first < stop:
             first, stop, full = visible_span(job, item, row, count, n_start, first, stop)
             modify = not full or first % nr != 0 or stop % lanes != 0
+        hidden = field(job, "block_n")
+        if field(job, "mask") != 0 and first < stop:
+            first, stop, hidden = mask_span(job, item, row, count, n_start, first, stop, stop)
         start = first // nr * nr
         padded = (stop + lanes - 1) // lanes * lanes
         full_start = max(low_key(job, bottom) - n_start, start)
-        full_stop = min(high_key(job, top, item[KEYS]) - n_start, padded)
+        full_stop = min(high_key(job, top, item[KEYS]) - n_start, hidden, padded)
         full_start = min((full_start + lanes - 1) // lanes * lanes, padded)
         full_stop = max(full_stop // lanes * lanes, full_start)
-        hides = field(job, "mask") != 0 or field(job, "bias") != 0 or has_score_mod
-        if hides or modify:
+        hides = field(job, "bias") != 0 or has_score_mod
+        if hides or modify or full_start == full_stop:
             full_start = full_stop = padded
         return first if first >= stop else start, stop, full_start, full_stop, modify
 

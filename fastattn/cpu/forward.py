@@ -39,7 +39,7 @@ from .fields import (
     next_row,
 )
 from .job import ITEM_SIZE, ROWS_AFTER
-from .masking import mask_block, scores_block, visible_span
+from .masking import mask_block, scores_block
 from .memory import address, at, pointer_to
 from .microkernel import pack_k, pack_v, tile_shape
 from .overflow import mark_overflow
@@ -47,6 +47,7 @@ from .pages import key_rows
 from .random import row_key
 from .registers import ITEMSIZE, jit
 from .softmax import drop_row, merge, row_top, row_update
+from .spans import mask_span, visible_span
 
 # Tiles of rows whose scores are held at once where rows see unlike keys: all compute as far as the
 # last one sees (48 rows: 6 % of the scores of 1024 causal keys for nothing).
@@ -178,6 +179,9 @@ def key_block(variant: Variant, unit: VectorUnit):
         if blocks:
             low, last, _ = visible_span(job, item, row, count, n_start, first, last)
             first = low // nr * nr
+        if masks and first < last:
+            low, last, _ = mask_span(job, item, row, count, n_start, first, last, first)
+            first = low // nr * nr
         if first >= last:
             return
         keys = last - first
@@ -218,6 +222,10 @@ def key_block(variant: Variant, unit: VectorUnit):
                 start = low // nr * nr
                 # Whole tiles are computed: what they add to the span is skipped, and to be hidden.
                 modify = not full or start < low or stop % lanes != 0
+            hidden = block_n
+            if masks and start < stop:
+                low, stop, hidden = mask_span(job, item, row + m, here, n_start, start, stop, stop)
+                start = low // nr * nr
             if start >= stop:
                 continue
             padded = (stop + lanes - 1) // lanes * lanes
@@ -229,10 +237,10 @@ def key_block(variant: Variant, unit: VectorUnit):
                 score_packed(q, head_dim, here, head_dim, panels, start, padded, s, s_stride)
             # Columns that every row sees need no mask: only those around them are masked.
             full_start = max(low_key(job, bottom) - n_start, start)
-            full_stop = min(high_key(job, top, item[KEYS]) - n_start, padded)
+            full_stop = min(high_key(job, top, item[KEYS]) - n_start, hidden, padded)
             full_start = min((full_start + lanes - 1) // lanes * lanes, padded)
             full_stop = max(full_stop // lanes * lanes, full_start)
-            if masks or modify:
+            if modify or full_start == full_stop:
                 full_start = full_stop = padded
             partial = full_start > start or full_stop < padded
             careful = unsafe != 0 and (partial or hides)

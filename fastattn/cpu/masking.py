@@ -8,7 +8,6 @@ import functools
 
 import numpy as np
 
-from ..block_mask import FULL, SKIPPED
 from ..modifier import Modifier
 from ..problem import Variant
 from .fields import (
@@ -28,44 +27,6 @@ from .memory import at, element_loader, pointer_to
 from .modifiers import mask_mod, score_mod
 from .registers import jit
 from .simd import operations
-
-BYTES = pointer_to("bool")
-
-
-@jit
-def block_kinds(job, item, row, count, key_block):
-    """(some, all): whether the block mask lets any of these rows see any key of one of its key
-    blocks; and whether it lets all see all.
-    """
-    group, block_m = field(job, "group"), field(job, "block_mask_m")
-    kinds = at(BYTES(field(job, "block_mask")), item[BATCH] * field(job, "block_mask_batch"))
-    kinds = at(kinds, key_block * field(job, "block_mask_col"))
-    some, every = False, True
-    first, last = row // group // block_m, (row + count - 1) // group // block_m
-    for r in range(group):
-        head = at(kinds, (item[HEAD] * group + r) * field(job, "block_mask_head"))
-        for m in range(first, last + 1):
-            kind = head[m * field(job, "block_mask_row")]
-            some = some or kind != SKIPPED
-            every = every and kind == FULL
-    return some, every
-
-
-@jit
-def visible_span(job, item, row, count, n_start, start, stop):
-    """(start, stop, full): [start, stop) without the skipped blocks of the block mask at both ends,
-    and whether all rows see all that is left.
-    """
-    block_n = field(job, "block_mask_n")
-    first_key = n_start + item[FIRST_BIAS] + field(job, "first_key")
-    begin, end, full = max(start, stop), start, True  # stop may lie before start
-    for n in range((first_key + start) // block_n, (first_key + stop - 1) // block_n + 1):
-        some, every = block_kinds(job, item, row, count, n)
-        if some:
-            low = max(n * block_n - first_key, start)
-            full = full and every and (end == start or low == end)
-            begin, end = min(begin, low), min((n + 1) * block_n - first_key, stop)
-    return begin, end, full
 
 
 @functools.cache
