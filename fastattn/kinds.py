@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from .results import empty
+
 CUDA_DEVICES = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 
 
@@ -56,7 +58,7 @@ def array_view(name: str, x: Any) -> np.ndarray:
 def new_array(beside: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return an array without contents, in C order, in the memory where `beside` is."""
     if not is_device_view(beside):
-        return np.empty(shape, dtype)
+        return empty(shape, dtype)
     from .cuda.memory import empty_beside
 
     return empty_beside(beside, shape, np.dtype(dtype))

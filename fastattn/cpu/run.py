@@ -12,6 +12,7 @@ import numpy as np
 
 from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
+from ..results import empty
 from . import compile
 from .job import ITEM_SIZE, LINE, LN_2, PLACE, ROWS_AFTER, SPARE_REGISTERS, Counter, Job, pack
 from .job_fields import base_2, extras, lanes_of, score_fields, sizes_of, state_fields, widths
@@ -223,7 +224,7 @@ class Repeat:
 
     def new_results(self) -> tuple[np.ndarray, np.ndarray | None]:
         """(out, lse or None), without contents."""
-        out = np.empty(self._shape, self._dtype)
+        out = empty(self._shape, self._dtype)
         if self._axes is not None:
             out = out.transpose(self._axes)
         return out, None if self._lse_shape is None else np.empty(self._lse_shape, self._lse_dtype)

@@ -1,0 +1,111 @@
+"""The memory of large results: it serves the next one, and never two at a time."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import fastattn
+from fastattn import results
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    monkeypatch.setattr(results, "_blocks", [])
+
+
+def floats(nbytes=MIB):
+    return results.empty((4, nbytes // 16), np.float32)
+
+
+def test_an_array_is_as_np_empty_makes_it():
+    out = results.empty((2, 3, 1 << 16), np.float16)
+    assert type(out) is np.ndarray
+    assert (out.shape, out.dtype) == ((2, 3, 1 << 16), np.float16)
+    assert out.flags.c_contiguous
+    assert out.flags.writeable
+    assert out.ctypes.data % 64 == 0
+
+
+def test_memory_that_nobody_refers_to_serves_the_next_result():
+    out = floats()
+    place = out.ctypes.data
+    out = None
+    assert floats().ctypes.data == place
+
+
+VIEWS = {
+    "array": lambda out: out,
+    "slice": lambda out: out[1:, ::2],
+    "view of a view": lambda out: out.view(np.int32).T[3:].reshape(-1)[1:],
+    "memoryview": memoryview,
+    "as another array": lambda out: np.asarray(memoryview(out)),
+    "its base": lambda out: out[0].base,
+}
+
+
+@pytest.mark.parametrize("how", VIEWS)
+def test_memory_that_something_refers_to_is_left_alone(how):
+    first = floats()
+    first[...] = 7
+    view = VIEWS[how](first)
+    del first
+    gc.collect()
+    second = floats()
+    second[...] = 8
+    assert not np.shares_memory(np.asarray(view), second)
+    assert (np.asarray(view).ravel().view(np.uint8)[:4].view(np.float32) == 7).all()
+
+
+def test_small_results_and_very_large_ones_are_not_kept():
+    floats(results.LEAST // 2)
+    large = results.empty((results.KEPT + 1,), np.uint8)
+    assert large.base is None
+    del large
+    assert results._blocks == []
+
+
+def test_no_more_is_kept_than_said():
+    kept = [floats(results.KEPT // 4) for _ in range(6)]
+    newest = kept[-1].ctypes.data
+    while kept:
+        del kept[0]
+    assert len(results._blocks) == 4
+    assert floats(results.KEPT // 4).ctypes.data == newest
+
+
+def test_threads_never_get_the_same_memory():
+    wrong = []
+
+    def work(number):
+        for _ in range(200):
+            out = floats(results.LEAST)
+            out[:, 0] = number
+            if (out[:, 0] != number).any():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.unguarded
+def test_calls_take_it():
+    pytest.importorskip("numba")
+    x = np.ones((1, 4, 256, 64), np.float32)
+    out = fastattn.attention(x, x, x)
+    kept = fastattn.attention(x, x, x)
+    assert not np.shares_memory(out, kept)
+    place, out = out.ctypes.data, None
+    out = fastattn.attention(x, x, x)
+    assert out.ctypes.data == place
+    assert (out == 1).all()
+    assert (kept == 1).all()
