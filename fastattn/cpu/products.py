@@ -22,7 +22,7 @@ from .microkernel import (
 )
 from .registers import ITEMSIZE, jit
 from .simd import operations
-from .square import dot_square, row_registers
+from .square import dot_square, dot_squares, row_registers
 
 # Dimensions that one chain of a score adds up. A chain of 224 errs 2.7 times as much as NumPy's
 # small products do, one of 64 at most 1.9 times; shorter ones cost more than they give.
@@ -30,6 +30,8 @@ KC = 64
 # Registers of columns of the tiles for one row and for two, by number of vector registers: with one
 # row, a value is used once and needs no register.
 FEW_TILES = {16: ((8, 4), (4, 2)), 32: ((8, 4), (8, 4))}
+# Scores of a row that are computed at once from keys as they lie: a chain of sums waits for itself.
+STREAM = 16
 FEW_ROWS = 4  # at most so many rows are worth computing without packing the keys
 
 
@@ -63,70 +65,107 @@ def few_scores(dtype: str, unit: VectorUnit, storage: str):
     part     (FEW_ROWS + 1, lanes) scratch
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
-    store, splat = operations(dtype, lanes).store, operations(dtype, lanes).splat
-    four, one = (scores_of_lanes(dtype, lanes, storage, rows) for rows in (4, 1))
-    zero = getattr(np, dtype)(0)
+    four, one = (scores_of_rows(dtype, lanes, storage, rows) for rows in (4, 1))
 
     @jit
     def run(q_rows, count, head_dim, k, rs_k, keys, beyond, s, s_stride, part):
-        touched = splat(zero)
-        for n in range(0, keys, lanes):
-            last, m = keys - 1 - n, 0
-            while m < count:
-                q, to = at(q_rows, m * head_dim), at(s, m * s_stride + n)
-                place = q, count - m, head_dim, k, rs_k, n, last, beyond, to, s_stride, part
-                if count - m >= 2:
-                    touched = four(*place, touched)
-                    m += 4
-                else:
-                    touched = one(*place, touched)
-                    m += 1
-        store(part, FEW_ROWS * lanes, touched)  # else the loads would be left out
+        if count >= 2:
+            four(q_rows, count - 1, head_dim, k, rs_k, keys, beyond, s, s_stride, part)
+        else:
+            one(q_rows, count - 1, head_dim, k, rs_k, keys, beyond, s, s_stride, part)
+
+    return run
+
+
+@functools.cache
+def scores_of_rows(dtype: str, lanes: int, storage: str, rows: int):
+    """Kernel: few_scores() of up to `rows` rows: those past the last are computed in vain, which
+    costs less than going through the keys once more (three rows 0.6 of the time, two 0.6).
+
+    last_q  number of the last row
+    """
+    stream, some = (make(dtype, lanes, storage, rows) for make in (stream_scores, scores_of_lanes))
+
+    @jit
+    def run(q, last_q, head_dim, k, rs_k, keys, beyond, s, s_stride, part):
+        n = 0
+        if rows_follow(rs_k, head_dim) and head_dim % lanes == 0:
+            n = stream(q, last_q, head_dim, k, keys, beyond, s, s_stride, part)
+        while n < keys:
+            some(q, last_q, head_dim, k, rs_k, n, keys - 1 - n, beyond, at(s, n), s_stride, part)
+            n += lanes
+
+    return run
+
+
+@functools.cache
+def stream_scores(dtype: str, lanes: int, storage: str, rows: int):
+    """Kernel: scores_of_rows() of keys that lie one behind the other, whole registers each, as long
+    as the next ones may be read; returns the number of the first key left.
+
+    Reading the keys is all that this costs, and the products take them in an order that no hardware
+    foresees. So while some are multiplied, the next are loaded in the order of memory, one load a
+    line, its values unused. Time over that of a plain read loop, one thread, head_dim 128: 16 such
+    loads in a run for each square 1.6, one for each column 1.03.
+    """
+    squares = max(1, STREAM // (lanes * rows))
+    group = squares * lanes
+    store, splat = operations(dtype, lanes).store, operations(dtype, lanes).splat
+    dot = dot_squares(dtype, lanes, storage, rows, squares)
+    zeros, keep = row_registers(dtype, lanes, rows, squares)
+    zero = getattr(np, dtype)(0)
+
+    @jit
+    def run(q, last_q, head_dim, k, keys, beyond, s, s_stride, part):
+        touched, n = splat(zero), 0
+        stop = min(keys - group, beyond - 2 * group)
+        while n <= stop:
+            key = at(k, n * head_dim)
+            near = at(key, group * head_dim)
+            for start in range(0, head_dim, KC):
+                totals = zeros()
+                for d in range(start, min(start + KC, head_dim), lanes):
+                    place = at(q, d), head_dim, last_q, at(key, d), head_dim
+                    totals, touched = dot(*place, totals, near, touched)
+                    near = at(near, group * lanes)
+                keep(at(s, n), s_stride, last_q, totals, start > 0)
+            n += group
+        store(part, 0, touched)  # else the loads would be left out
+        return n
 
     return run
 
 
 @functools.cache
 def scores_of_lanes(dtype: str, lanes: int, storage: str, rows: int):
-    """Kernel: few_scores() of `rows` rows and of one register of keys, from key n on.
+    """Kernel: scores_of_rows() of one register of keys, from key n on.
 
-    Reading the keys is all that this costs, and the products take them in an order that no hardware
-    foresees. So while a register of keys is multiplied, the next is loaded in the order of memory,
-    one load a line, its values unused; rows that do not follow each other are asked for further
-    ahead. Share of the bandwidth of a plain read loop, one thread, head_dim 128: prefetch
-    instructions 0.42, loads 0.90; with four rows 0.41 and 0.58.
-
-    left     how many rows there are: those past the last are computed in vain, which costs less
-             than going through the keys once more (three rows 0.6 of the time, two 0.6)
     last     number of the last key, from n
-    touched  a register that comes to depend on what was loaded
     """
     simd = operations(dtype, lanes)
     load, store, splat, fma = simd.load, simd.store, simd.splat, simd.fma
     dot = dot_square(dtype, lanes, storage, rows)
-    zeros, store_rows = row_registers(dtype, lanes, rows)
+    zeros, keep = row_registers(dtype, lanes, rows, 1)
     line, square, element = LINE // ITEMSIZE[storage], lanes * lanes, element_loader(storage, dtype)
 
     @jit
-    def tail(q, left, head_dim, key, rs_k, last, start, stop, part):
+    def tail(q, last_q, head_dim, key, rs_k, last, start, stop, part):
         """part[m] += q[m, start:stop] · key[:, start:stop], fewer dims than a register holds."""
         column = at(part, FEW_ROWS * lanes)
         for d in range(start, stop):
             for i in range(lanes):
                 column[i] = element(row_at(key, rs_k, min(i, last)), d)
-            for m in range(min(rows, left)):
+            for m in range(last_q + 1):
                 q_d = splat(q[m * head_dim + d])
                 store(part, m * lanes, fma(q_d, load(column, 0), load(part, m * lanes)))
 
     @jit
-    def run(q, left, head_dim, k, rs_k, n, last, beyond, s, s_stride, part, touched):
+    def run(q, last_q, head_dim, k, rs_k, n, last, beyond, s, s_stride, part):
         whole = head_dim // lanes * lanes
         key, rs_key = rows_from(k, rs_k, n)
-        follow = rows_follow(rs_k, head_dim)
-        near, asks = row_at(k, rs_k, n + lanes), follow and n + 2 * lanes <= beyond
         rows_a_step = (square + whole - 1) // max(whole, 1)
         ahead = n + ROWS_AHEAD
-        ahead_stop = ahead if follow else min(ahead + lanes, beyond)
+        ahead_stop = min(ahead + lanes, beyond)
         for start in range(0, max(head_dim, 1), KC):
             totals = zeros()
             for d in range(start, min(start + KC, whole), lanes):
@@ -134,19 +173,15 @@ def scores_of_lanes(dtype: str, lanes: int, storage: str, rows: int):
                     for c in range(0, whole, line):
                         prefetch(row_at(k, rs_k, r), c)
                 ahead += rows_a_step
-                x, y = at(q, d), at(key, d)
-                keys = y, rs_key, last
-                totals, touched = dot(x, head_dim, left - 1, *keys, totals, near, asks, touched)
-                near = at(near, square)
-            store_rows(part, lanes, totals)
+                totals = dot(at(q, d), head_dim, last_q, at(key, d), rs_key, last, totals)
+            keep(part, lanes, last_q, totals, False)
             stop = min(start + KC, head_dim)
-            tail(q, left, head_dim, key, rs_key, last, max(start, whole), stop, part)
-            for m in range(min(rows, left)):
+            tail(q, last_q, head_dim, key, rs_key, last, max(start, whole), stop, part)
+            for m in range(last_q + 1):
                 total = load(part, m * lanes)
                 if start > 0:
                     total = load(s, m * s_stride) + total
                 store(s, m * s_stride, total)
-        return touched
 
     return run
 

@@ -22,14 +22,10 @@ from .registers import (
     from_storage,
     greater,
     load_vector,
-    prefetch_line,
     row_offset,
     store_vector,
 )
 
-# Four rows of head_dim 128: 0.82 of the time (4096 and 16384 alike, 4 KiB 0.93). One row, where
-# reading is nearly all there is, takes 1.04 times as long.
-FAR = 8192
 BLOCK = 16  # bytes of the parts of a register that instructions shuffle within
 
 
@@ -98,22 +94,8 @@ def _columns(builder, load: Callable, lanes: int, inner: int) -> Iterator:
             yield from _transpose_blocks(builder, rows, inner)
 
 
-def _block_loader(builder, k, rs_k, last, dtype: str, lanes: int, storage: str) -> Callable:
-    """load(row, first, count): part of one of `lanes` rows, rs_k apart, as dtype; rows past the
-    last repeat it. A table of offsets goes on past it.
-    """
-    rows, is_table = [], isinstance(rs_k.type, ir.PointerType)
-    for n in range(lanes):
-        number = ir.Constant(I64, n)
-        if is_table:
-            rows.append(builder.gep(k, [row_offset(builder, rs_k, number)]))
-        elif n:
-            is_there = builder.icmp_signed("<=", number, last)
-            rows.append(
-                builder.gep(rows[-1], [builder.select(is_there, rs_k, ir.Constant(I64, 0))])
-            )
-        else:
-            rows.append(k)
+def _block_loader(builder, rows: list, dtype: str, storage: str) -> Callable:
+    """load(row, first, count): part of one of the rows at these pointers, as dtype."""
 
     def load(row: int, first: int, count: int):
         vector = ir.VectorType(STORED[storage], count)
@@ -121,6 +103,21 @@ def _block_loader(builder, k, rs_k, last, dtype: str, lanes: int, storage: str) 
         return from_storage(builder, value, storage, dtype)
 
     return load
+
+
+def _rows_of_square(builder, k, rs_k, last, lanes: int) -> list:
+    """Pointers to `lanes` rows, rs_k apart; those past the last repeat it. A table of offsets goes
+    on past it.
+    """
+    numbers = [ir.Constant(I64, n) for n in range(lanes)]
+    if isinstance(rs_k.type, ir.PointerType):
+        return [builder.gep(k, [row_offset(builder, rs_k, number)]) for number in numbers]
+    rows = [k]
+    for number in numbers[1:]:
+        is_there = builder.icmp_signed("<=", number, last)
+        step = builder.select(is_there, rs_k, ir.Constant(I64, 0))
+        rows.append(builder.gep(rows[-1], [step]))
+    return rows
 
 
 @functools.cache
@@ -134,7 +131,9 @@ def transpose_square(dtype: str, lanes: int, storage: str):
 
     def codegen(context, builder, sig, args):
         k, rs_k, last, panel, rs_panel = args
-        load = _block_loader(builder, k, rs_k, last, dtype, lanes, storage)
+        load = _block_loader(
+            builder, _rows_of_square(builder, k, rs_k, last, lanes), dtype, storage
+        )
         for d, column in enumerate(_columns(builder, load, lanes, _inner(dtype, lanes))):
             store_vector(builder, panel, builder.mul(ir.Constant(I64, d), rs_panel), column)
         return context.get_dummy_value()
@@ -149,96 +148,131 @@ def transpose_square(dtype: str, lanes: int, storage: str):
 
 @functools.cache
 def dot_square(dtype: str, lanes: int, storage: str, rows: int):
-    """Intrinsic: totals[m][n] + sum_d q[m, d] * k[n, d] for `lanes` keys n and as many dims d.
+    """Intrinsic: totals[m] + sum_d q[m, d] * k[n, d] for `lanes` keys n and as many dims d.
 
     The keys are transposed in registers, so that a score is one chain along d, as in product().
 
     q       (rows, lanes), row stride rs_q; rows past the last, too, repeat it
     k       as in transpose_square()
     totals  `rows` registers: see row_registers()
-    asks    whether to load as many bytes as a square has from `near`, line by line, to have them
-            when they are wanted; with several rows, what lies FAR bytes behind is asked for, too
-    touched  a register that comes to depend on what they hold
     """
-    register = Register("float", dtype, lanes)
-    stored = ir.VectorType(STORED[storage], lanes)
-    lines = lanes * lanes * ITEMSIZE[storage] // LINE
+    held = types.UniTuple(Register("float", dtype, lanes), rows)
 
     def codegen(context, builder, sig, args):
-        q, rs_q, last_q, k, rs_k, last, totals, near, asks, touched = args
-        far = FAR // ITEMSIZE[storage] if rows > 1 else 0
-        touched = _ask_for(builder, near, far, asks, touched, lines, (stored, storage, dtype))
-        load = _block_loader(builder, k, rs_k, last, dtype, lanes, storage)
-        q_rows = [q]
-        for m in range(1, rows):
-            is_there = builder.icmp_signed("<=", ir.Constant(I64, m), last_q)
-            step = builder.select(is_there, rs_q, ir.Constant(I64, 0))
-            q_rows.append(builder.gep(q_rows[-1], [step]))
+        q, rs_q, last_q, k, rs_k, last, totals = args
+        load = _block_loader(
+            builder, _rows_of_square(builder, k, rs_k, last, lanes), dtype, storage
+        )
+        q_rows = _rows_of_square(builder, q, rs_q, last_q, rows)
         sums = cgutils.unpack_tuple(builder, totals, rows)
         for d, column in enumerate(_columns(builder, load, lanes, _inner(dtype, lanes))):
-            for m, row in enumerate(q_rows):
-                element = builder.load(builder.gep(row, [ir.Constant(I64, d)]))
-                q_d = broadcast(builder, element, lanes)
-                sums[m] = call(builder, "fma", [q_d, column, sums[m]])
-        sums = context.make_tuple(builder, held, sums)
-        return context.make_tuple(builder, sig.return_type, [sums, touched])
-
-    held = types.UniTuple(register, rows)
+            _add_products(builder, sums, q_rows, d, column)
+        return context.make_tuple(builder, held, sums)
 
     @intrinsic
-    def run(typingctx, q, rs_q, last_q, k, rs_k, last, totals, near, asks, touched):
-        size, result = types.int64, types.Tuple((held, register))
-        return result(
-            q, size, size, k, types.unliteral(rs_k), size, held, k, types.boolean, register
-        ), codegen
+    def run(typingctx, q, rs_q, last_q, k, rs_k, last, totals):
+        size = types.int64
+        return held(q, size, size, k, types.unliteral(rs_k), size, held), codegen
 
     return run
 
 
-def _ask_for(builder, near, far: int, asks, touched, lines: int, kinds: tuple):
-    """LLVM value: `touched`, or the larger of it and a register of each line from `near` on. Lines
-    `far` elements behind are asked for, unless that is 0.
+def _add_products(builder, sums: list, q_rows: list, d: int, column) -> None:
+    """sums[m] += q[m, d] * column, in place."""
+    for m, row in enumerate(q_rows):
+        element = builder.load(builder.gep(row, [ir.Constant(I64, d)]))
+        q_d = broadcast(builder, element, column.type.count)
+        sums[m] = call(builder, "fma", [q_d, column, sums[m]])
+
+
+def _columns_in_turn(builder, load: Callable, dtype: str, lanes: int, squares: int) -> Iterator:
+    """(square, d, column d) of squares that lie one behind the other, some of each in turn: a chain
+    of sums waits for itself.
     """
-    stored, storage, dtype = kinds
-    before = builder.block
-    with builder.if_then(asks):
-        top = touched
-        for line in range(lines):
-            place = line * LINE // ITEMSIZE[storage]
-            value = load_vector(builder, near, ir.Constant(I64, place), stored)
-            if far:
-                prefetch_line(builder, near, ir.Constant(I64, place + far))
-            top = greater(builder, top, from_storage(builder, value, storage, dtype))
-        asked = builder.block
-    result = builder.phi(touched.type)
-    result.add_incoming(touched, before)
-    result.add_incoming(top, asked)
-    return result
+    inner = _inner(dtype, lanes)
+
+    def load_of(square):
+        return lambda row, first, count: load(square * lanes + row, first, count)
+
+    sources = [_columns(builder, load_of(n), lanes, inner) for n in range(squares)]
+    for first in range(0, lanes, inner):
+        for n, source in enumerate(sources):
+            for d in range(first, first + inner):
+                yield n, d, next(source)
 
 
 @functools.cache
-def row_registers(dtype: str, lanes: int, rows: int):
-    """Intrinsics (zeros, store): a tuple of `rows` registers of 0; into rows of memory, `stride`
-    elements apart.
+def dot_squares(dtype: str, lanes: int, storage: str, rows: int, squares: int):
+    """Intrinsic: dot_square() for `squares` of them, one behind the other, while later keys are
+    read.
+
+    k        whole squares, rows rs_k apart
+    totals   squares * rows registers
+    near     as many bytes as the squares have are loaded from here, a line at a time between the
+             products, to have them when they are wanted
+    touched  a register that comes to depend on what they hold
     """
     register = Register("float", dtype, lanes)
-    held = types.UniTuple(register, rows)
+    held, stored = types.UniTuple(register, squares * rows), ir.VectorType(STORED[storage], lanes)
+    line, columns = LINE // ITEMSIZE[storage], squares * lanes
+    lines = columns * lanes // line
+
+    def codegen(context, builder, sig, args):
+        q, rs_q, last_q, k, rs_k, totals, near, touched = args
+        q_rows = _rows_of_square(builder, q, rs_q, last_q, rows)
+        sums = cgutils.unpack_tuple(builder, totals, squares * rows)
+        parts = [sums[n * rows : (n + 1) * rows] for n in range(squares)]
+        places = [builder.mul(rs_k, ir.Constant(I64, n)) for n in range(columns)]
+        load = _block_loader(builder, [builder.gep(k, [p]) for p in places], dtype, storage)
+        for done, (n, d, column) in enumerate(
+            _columns_in_turn(builder, load, dtype, lanes, squares)
+        ):
+            for number in range(lines * done // columns, lines * (done + 1) // columns):
+                value = load_vector(builder, near, ir.Constant(I64, number * line), stored)
+                touched = greater(builder, touched, from_storage(builder, value, storage, dtype))
+            _add_products(builder, parts[n], q_rows, d, column)
+        sums = context.make_tuple(builder, held, [x for part in parts for x in part])
+        return context.make_tuple(builder, sig.return_type, [sums, touched])
+
+    @intrinsic
+    def run(typingctx, q, rs_q, last_q, k, rs_k, totals, near, touched):
+        size, result = types.int64, types.Tuple((held, register))
+        return result(q, size, size, k, size, held, k, register), codegen
+
+    return run
+
+
+@functools.cache
+def row_registers(dtype: str, lanes: int, rows: int, squares: int):
+    """Intrinsics (zeros, keep): a tuple of squares * rows registers of 0; such registers into
+    `rows` rows of memory `stride` elements apart, rows past the last into it once more (they hold
+    the same): added to what is there if `accumulate`.
+    """
+    register = Register("float", dtype, lanes)
+    held = types.UniTuple(register, squares * rows)
 
     @intrinsic
     def zeros(typingctx):
         def codegen(context, builder, sig, args):
-            return context.make_tuple(builder, held, [constant(register.vector, 0.0)] * rows)
+            zero = constant(register.vector, 0.0)
+            return context.make_tuple(builder, held, [zero] * (squares * rows))
 
         return held(), codegen
 
     @intrinsic
-    def store(typingctx, to, stride, values):
+    def keep(typingctx, to, stride, last, values, accumulate):
         def codegen(context, builder, sig, args):
-            to, stride, values = args
-            for m, value in enumerate(cgutils.unpack_tuple(builder, values, rows)):
-                store_vector(builder, to, builder.mul(ir.Constant(I64, m), stride), value)
+            to, stride, last, values, accumulate = args
+            to_rows = _rows_of_square(builder, to, stride, last, rows)
+            places = [(row, ir.Constant(I64, n * lanes)) for n in range(squares) for row in to_rows]
+            new = cgutils.unpack_tuple(builder, values, squares * rows)
+            old = [load_vector(builder, *place, register.vector) for place in places]
+            for place, x, y in zip(places, old, new, strict=True):
+                total = builder.select(accumulate, builder.fadd(x, y), y)
+                store_vector(builder, *place, total)
             return context.get_dummy_value()
 
-        return types.void(to, types.int64, held), codegen
+        size = types.int64
+        return types.void(to, size, size, held, types.boolean), codegen
 
-    return zeros, store
+    return zeros, keep
