@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 from pathlib import Path
@@ -232,8 +233,9 @@ def test_kernel_that_fails_names_itself():
 USERS_CODE = (
     SMALL
     + """
+import sys
 import numba
-level = numba.config.OPT
+level, imported = numba.config.OPT, "scipy.linalg" in sys.modules
 
 @numba.njit
 def total(a):
@@ -249,7 +251,7 @@ def most(a, b):
     return max(a, b)  # kernels take it of integers, too
 
 assert most(3, 5) == 5
-print(json.dumps([int(level), next(iter(total.inspect_asm().values()))]))
+print(json.dumps([int(level), imported, next(iter(total.inspect_asm().values()))]))
 """
 )
 
@@ -261,19 +263,23 @@ def test_users_own_code_is_still_optimised(tmp_path):
     assert process.returncode == 0, err
     first, second = out.splitlines()
     assert json.loads(first) == [42, 1.0, True]
-    level, assembly = json.loads(second)
-    assert level == 3
+    level, imported, assembly = json.loads(second)
+    assert (level, imported) == (3, False)
     assert "paddq" in assembly or "add\tv" in assembly, "the loop is not vectorised"
 
 
 def test_numba_is_as_it_was_after_an_error():
+    from numba.core.postproc import PostProcessor
     from numba.core.registry import cpu_target
+    from numba.np import linalg
 
     def changed():
         contexts = cpu_target.target_context, cpu_target.typing_context
-        return [name for c in contexts for name in vars(c) if name.startswith(("get_ex", "resol"))]
+        named = [name for c in contexts for name in vars(c) if name.startswith(("get_ex", "resol"))]
+        functions = (PostProcessor.run, linalg.ensure_blas)
+        return named + [f.__name__ for f in functions if not f.__module__.startswith("numba.")]
 
-    during = []
+    during, frozen = [], gc.get_freeze_count()
 
     def kernel(job, scratch, quota):
         return no_such_name  # noqa: F821
@@ -284,6 +290,7 @@ def test_numba_is_as_it_was_after_an_error():
         with pytest.raises(Exception, match="no_such_name"):
             compile.translate(kernel)
     assert (during, changed()) == ([0], [])
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, frozen)
 
 
 # --- no compiler ----------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ LAYERS = [
     "arrays",
     "derivative",
     "trace cpu.prebuilt cpu.translation cuda.compile cuda.words",
-    "cpu.cache cpu.image",
+    "cpu.cache cpu.image cpu.lowering",
     "cpu cpu.job cpu.elementwise_job dropout guards large_rows machine problem signatures normal",
     "modifier",
     "kinds errors",

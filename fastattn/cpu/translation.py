@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +19,16 @@ from numba.core.codegen import CodeLibrary
 from numba.core.compiler import CompilerBase
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.compiler_machinery import PassManager
+from numba.core.postproc import PostProcessor
 from numba.core.registry import cpu_target
+from numba.core.transforms import canonicalize_cfg
+from numba.np import linalg
+
+from .lowering import KernelLowering
 
 SIGNATURE = (types.voidptr, types.voidptr, types.int64)
 # Numba's own, without those that look for what kernels have not: closures, object mode, literal
-# loops, arrays, reference counts. Each renews its record of where every variable lives.
+# loops, arrays, reference counts.
 PASSES = (
     untyped_passes.TranslateByteCode,
     untyped_passes.FixupArgs,
@@ -35,7 +41,7 @@ PASSES = (
     typed_passes.NopythonTypeInference,
     typed_passes.PreLowerStripPhis,
     typed_passes.AnnotateTypes,
-    typed_passes.NativeLowering,
+    KernelLowering,
     typed_passes.NoPythonBackend,
 )
 
@@ -114,13 +120,18 @@ def _texts(library: CodeLibrary) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep Python from looking for garbage among Numba's many objects (3.3 -> 2.9 s)."""
+    """Keep Python from looking for garbage among Numba's many objects (3.3 -> 2.9 s), also right
+    after: frozen and thawed, they count as old (0.25 s).
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():  # what others have frozen stays so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -130,18 +141,34 @@ def _translating() -> Iterator[None]:
     from unittest import mock  # here, as it costs a warm process 30 ms
 
     context, typing = cpu_target.target_context, cpu_target.typing_context
-    real = context.get_executable
+    real, process = context.get_executable, PostProcessor.run
 
     def executable(library: CodeLibrary, fndesc: Any, env: Any) -> Any:
         # The dispatcher wants a built-in function, a new one for each helper.
         return [].append if isinstance(library, Parts) else real(library, fndesc, env)
 
+    def canonical(processor: PostProcessor, emit_dels: bool = False, **others: bool) -> None:
+        # Where every variable lives, too, is found after each pass, and needed by none of PASSES.
+        function = processor.func_ir
+        if emit_dels or function.is_generator:
+            process(processor, emit_dels, **others)
+        else:
+            function.blocks = canonicalize_cfg(function.blocks)
+
     remembered = _remembered(typing.resolve_function_type)
     with (
         mock.patch.object(context, "get_executable", executable),
         mock.patch.object(typing, "resolve_function_type", remembered),
+        mock.patch.object(PostProcessor, "run", canonical),
+        mock.patch.object(linalg, "ensure_blas", _find_blas),
     ):
         yield
+
+
+def _find_blas() -> None:
+    """In place of importing scipy.linalg (0.1 to 0.2 s) to find out that there is one."""
+    if importlib.util.find_spec("scipy") is None:
+        raise ImportError("no SciPy")
 
 
 def _remembered(resolve: Callable) -> Callable:
