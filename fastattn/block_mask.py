@@ -11,6 +11,7 @@ import numpy as np
 
 from .arguments import count
 from .modifier import Modifier, aux_arrays, aux_types, evaluate
+from .optional import pyplot
 from .trace import trace
 
 SKIPPED, PARTIAL, FULL = 0, 1, 2
@@ -99,13 +100,7 @@ class BlockMask:
 
         Raises ImportError if matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError(
-                "plot() needs matplotlib, which is not installed: pip install matplotlib"
-            ) from error
-        ax = plt.subplots()[1] if ax is None else ax
+        ax = pyplot("BlockMask.plot()").subplots()[1] if ax is None else ax
         m_blocks, n_blocks = self.kinds.shape[2:]
         (block_m, block_n), (_, _, seqlen_q, seqlen_k) = self.block, self.shape
         extent = (0, n_blocks * block_n, m_blocks * block_m, 0)

@@ -6,11 +6,11 @@ No library is imported for this: whoever passes an array of it has done so.
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import Any
 
 import numpy as np
 
+from .optional import bfloat16
 from .results import empty
 
 CUDA_DEVICES = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
@@ -101,7 +101,7 @@ def view_of_tensor(name: str, x: Any) -> np.ndarray:
         x = x.detach()
     try:
         if x.dtype is torch.bfloat16:
-            return x.view(torch.int16).numpy().view(_bfloat16())
+            return x.view(torch.int16).numpy().view(bfloat16())
         return x.numpy()
     # On a device, sparse, quantized, nested, without data, within vmap, lazily negative, ...
     except (TypeError, RuntimeError) as error:
@@ -141,13 +141,3 @@ def device_of(array: np.ndarray) -> int | None:
     while type(base) is np.ndarray:
         base = base.base
     return None if base is None else getattr(base, "gpu_ordinal", None)
-
-
-@cache
-def _bfloat16() -> np.dtype:
-    try:
-        from ml_dtypes import bfloat16
-    except ImportError:
-        rule = "tensors of bfloat16 need ml_dtypes, which is not installed"
-        raise ImportError(f"{rule}: pip install ml_dtypes") from None
-    return np.dtype(bfloat16)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .api import attention as _attention
+from .optional import pyplot
 from .signatures import passing_keywords_to
 from .weights import FOREIGN, attention_weights
 
@@ -145,12 +146,7 @@ def _draw(
 
 
 def _new_axes(shape: tuple[int, ...], texts: tuple[Any, Any]) -> Axes:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "fastattn.plot needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
+    plt = pyplot("fastattn.plot")
     height, width = (
         4.8 if text is None else min(max(2.5, 1.5 + INCHES * length), MOST_INCHES)
         for text, length in zip(texts, shape, strict=True)

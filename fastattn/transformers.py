@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .optional import missing
 from .torch import attention, scaled_dot_product_attention
 
 NAME = "fastattn"
@@ -37,8 +38,8 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
-        needed = "fastattn.transformers needs transformers, which is not installed"
-        raise ImportError(f"{needed}: pip install 'fastattn[transformers]'") from error
+        extra = "'fastattn[transformers]'"
+        raise missing("fastattn.transformers", "transformers", extra) from error
 
     def mask(*sizes: Any, config: Any = None, **others: Any) -> Tensor | None:
         if _computes_itself(type(config)):

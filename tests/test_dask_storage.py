@@ -29,7 +29,9 @@ def memmapped(array, folder, n):
 
 def in_zarr(array, folder, n):
     zarr = pytest.importorskip("zarr")
-    stored = zarr.create_array(folder / f"{n}.zarr", data=array, chunks=CHUNKS)
+    form = {"shape": array.shape, "dtype": array.dtype, "chunks": CHUNKS}
+    stored = zarr.open_array(str(folder / f"{n}.zarr"), mode="w", **form)
+    stored[...] = array
     return da.from_array(stored, chunks=CHUNKS)
 
 

@@ -62,8 +62,8 @@ def test_agrees_with_jax(case, backend, jax_process):
     seen = np.isfinite(oracle.attention(q, k, v, **flags)[1])
     assert seen.mean() > 0.3
     is_padding = np.arange(case.seqlen_q) >= np.reshape(flags.get("q_len", case.seqlen_q), (-1, 1))
-    compared = seen | is_padding[:, None]
-    np.testing.assert_allclose(
-        out[compared], theirs.swapaxes(1, 2)[compared], rtol=0, atol=TOLERANCE
-    )
+    theirs = theirs.swapaxes(1, 2)
+    # Before jax 0.10.1, padding may be NaN.
+    compared = seen | (is_padding[:, None] & ~np.isnan(theirs).any(axis=-1))
+    np.testing.assert_allclose(out[compared], theirs[compared], rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(lse[seen], their_lse.swapaxes(1, 2)[seen], rtol=0, atol=TOLERANCE)

@@ -124,7 +124,7 @@ LAYERS = [
     "kinds errors",
     "cuda.memory",
     "cuda.driver",
-    "cuda cuda.job cuda.tensor results",
+    "cuda cuda.job cuda.tensor optional results",
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import torch
 
 import fastattn
-from fastattn.transformers import attend, register
+from fastattn.transformers import _computes_itself, attend, register
 
 TOLERANCE = 1e-5  # of the largest element
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -91,6 +91,8 @@ def models():
             package = f"transformers.models.{folder}"
             module = importlib.import_module(f"{package}.modeling_{folder}")
             config_cls = getattr(module, cls).config_class
+            if name == "t5" and _computes_itself(config_cls):
+                pytest.skip("T5 of this version of transformers computes its attention itself")
             torch.manual_seed(0)
             new = getattr(module, cls)._from_config(
                 config_cls(**options), attn_implementation=attention

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..optional import missing
 from . import peers, summary
 from .cases import CASES, SUITE, SWEEP
 
@@ -28,9 +29,7 @@ def figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "plots need matplotlib, which is not installed: pip install 'fastattn[bench]'"
-        ) from error
+        raise missing("--plot", "matplotlib", "'fastattn[bench]'") from error
     return Figure
 
 

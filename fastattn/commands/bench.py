@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..benchmark import cases, contest, peers, plots, record, summary
 from ..machine import default_num_threads
+from ..optional import missing
 from .terminal import checked, console, count
 
 if TYPE_CHECKING:
@@ -73,10 +74,8 @@ def measure(options: argparse.Namespace, screen: Console) -> dict[str, dict]:
     try:
         from threadpoolctl import threadpool_limits
     except ImportError as error:
-        raise ImportError(
-            "NumPy's threads are set by threadpoolctl, which is not installed: "
-            "pip install 'fastattn[bench]'"
-        ) from error
+        extra = "'fastattn[bench]'"
+        raise missing("the number of NumPy's threads", "threadpoolctl", extra) from error
     results = {}
     turns = len(options.peers) * (options.rounds + 1)
     with threadpool_limits(options.threads, "blas"), Progress(console=screen, transient=True) as p:

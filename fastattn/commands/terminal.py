@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from ..optional import missing
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -42,9 +44,7 @@ def console() -> Console:
     try:
         from rich.console import Console
     except ImportError as error:
-        raise ImportError(
-            "tables need rich, which is not installed: pip install 'fastattn[bench]'"
-        ) from error
+        raise missing("a table", "rich", "'fastattn[bench]'") from error
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 

@@ -15,6 +15,7 @@ from ..api import explain
 from ..benchmark import record
 from ..check import BACKENDS
 from ..cpu.threads import get_num_threads
+from ..optional import missing
 from ..verifying import peer
 from ..verifying.campaign import Failure, Outcome, campaign
 from ..verifying.case import has_bfloat16
@@ -102,7 +103,7 @@ def implementations(asked: list[str] | None) -> tuple[str, ...]:
     for name in asked or [*BACKENDS[1:], peer.NAME]:
         try:
             if name == peer.NAME and not peer.installed():
-                raise ImportError("PyTorch is not installed: pip install torch")
+                raise missing(f"--backend {peer.NAME}", "torch", "torch")
             if name != peer.NAME:
                 explain(one, one, one, backend=name)
         except ImportError:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..cpu import built_in, cache, compile, prebuilt
 from ..machine import TARGETS
+from ..optional import missing
 from . import terminal
 
 HELP = "compile the built-in kernels into the cache, or into a folder for other machines"
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         print("All kernels came with the package: nothing is left to compile.")
         return
     if importlib.util.find_spec("numba") is None:
-        raise ImportError("compiling needs numba, which is not installed: pip install numba")
+        raise missing("compiling", "numba", "numba")
     folder, start = folder_for(options.into), time.perf_counter()
     target = compile.named_target(options.target) if options.target else compile.host_target()
     before = len(list(folder.glob("*.obj")))

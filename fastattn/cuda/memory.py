@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..optional import bfloat16
 from . import driver
 
 TORCH_DTYPES = {
@@ -77,20 +78,11 @@ def _view_of_tensor(name: str, x: Any) -> np.ndarray:
     if known is None or x.layout is not torch.strided or x.is_conj() or x.is_neg():
         kinds = ", ".join(TORCH_DTYPES.values())
         raise TypeError(f"{name} must be a dense tensor of {kinds}, got {x.dtype} of {x.layout}")
-    dtype = _bfloat16(name) if known == "bfloat16" else np.dtype(known)
+    dtype = bfloat16() if known == "bfloat16" else np.dtype(known)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     memory = DeviceMemory(x, x.device.index, stream)
     strides = tuple(step * dtype.itemsize for step in x.stride())
     return view_of(memory, x.data_ptr(), tuple(x.shape), dtype, strides)
-
-
-def _bfloat16(name: str) -> np.dtype:
-    try:
-        from ml_dtypes import bfloat16
-    except ImportError:
-        message = f"{name} is bfloat16, which needs ml_dtypes, which is not installed"
-        raise ImportError(f"{message}: pip install ml_dtypes") from None
-    return np.dtype(bfloat16)
 
 
 def view_of(

@@ -2,12 +2,12 @@
 
 from importlib import import_module
 
+from ..optional import missing
+
 try:
     array = import_module("dask.array")
 except ImportError as error:
-    raise ImportError(
-        "fastattn.dask needs dask, which is not installed: pip install 'fastattn[dask]'"
-    ) from error
+    raise missing("fastattn.dask", "dask", "'fastattn[dask]'") from error
 
 if array.array_expr_enabled():
     raise ImportError(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..optional import missing
+
 try:
     import jax
 except ModuleNotFoundError as error:
+    raise missing("fastattn.jax", "jax", "'fastattn[jax]'") from error
+if jax.__version_info__ < (0, 8, 3):  # jax.nn then means something else by windows and lengths
     raise ImportError(
-        "fastattn.jax needs jax, which is not installed: pip install 'fastattn[jax]'"
-    ) from error
+        f"fastattn.jax needs jax 0.8.3 or newer, got {jax.__version__}: "
+        "pip install --upgrade jax, on Python 3.11 or newer"
+    )
 
 from ..arguments import flag
 from .arguments import (

@@ -16,6 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..optional import missing
 from .attention import AttentionOutputs, attention
 from .cache import tensor_scatter
 from .norms import LayerNormalizationOutputs, layer_normalization, rms_normalization
@@ -55,5 +56,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "onnx":
             raise
-        needs = f"fastattn.onnx.{name} needs onnx, which is not installed"
-        raise ImportError(f"{needs}: pip install 'fastattn[onnx]'") from None
+        raise missing(f"fastattn.onnx.{name}", "onnx", "'fastattn[onnx]'") from None

@@ -1,11 +1,11 @@
 """fastattn for torch: tensors of the CPU, with gradients, under torch.compile and torch.export."""
 
+from ..optional import missing
+
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ImportError(
-        "fastattn.torch needs torch, which is not installed: pip install 'fastattn[torch]'"
-    ) from error
+    raise missing("fastattn.torch", "torch", "'fastattn[torch]'") from error
 
 from ..errors import ArgumentError, ArgumentTypeError
 from .api import attention

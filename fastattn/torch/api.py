@@ -65,11 +65,12 @@ def attention(
     """
     try:
         options: dict[str, Any] = {"bias": bias, "mask": mask, "alibi": alibi, "sinks": sinks}
-        options |= {"q_len": q_len, "kv_len": kv_len, "kv_start": kv_start, "scale": number(scale)}
-        options |= {"causal": causal, "align": align, "chunk": chunk, "softcap": softcap}
+        # update(), and not |=, which torch 2.6 cannot compile
+        options.update(q_len=q_len, kv_len=kv_len, kv_start=kv_start, scale=number(scale))
+        options.update(causal=causal, align=align, chunk=chunk, softcap=softcap)
         is_plain_call = type(dropout_p) is float and dropout_p == 0
         if is_plain_call and is_direct(q, k, v, bias, mask, alibi, sinks):
-            options |= {"window": window, "return_lse": return_lse}
+            options.update(window=window, return_lse=return_lse)
             return on_threads_of_torch(_directly, q, k, v, **options)
         check_tensors("qkv", (q, k, v))
         if is_elsewhere(q, k, v):
@@ -79,11 +80,10 @@ def attention(
         for name in ("q_len", "kv_len", "kv_start"):
             options[name] = _ints(options[name])
         if not isinstance(align, str):
-            options |= {"align": "bottom_right", "offset": _ints(align)}
-        options |= {"softcap": 0.0 if softcap is None else number(softcap)}
-        options |= {
-            "dropout_seed": seed_of(dropout_p) if dropout_seed is None else _ints(dropout_seed)
-        }
+            options.update(align="bottom_right", offset=_ints(align))
+        options["softcap"] = 0.0 if softcap is None else number(softcap)
+        seed = seed_of(dropout_p) if dropout_seed is None else _ints(dropout_seed)
+        options["dropout_seed"] = seed
         left, right = window
         q, k, v, options["bias"] = autocast(q, k, v, bias)
         call = Call(q, k, v, **options, left=left, right=right, dropout_p=number(dropout_p))

@@ -44,7 +44,7 @@ TENSORS_OF_BACKWARD = 4 + TENSORS
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
     """Return (out, lse), by the shortest way: the dispatcher costs more than a small call."""
-    tensors = call[:TENSORS]
+    tensors = tuple(call)[:TENSORS]  # a slice of a record is not compiled by torch 2.6
     if is_transformed():
         return Transformed.apply(*call)
     if not is_plain(*tensors):

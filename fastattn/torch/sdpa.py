@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
             return on_threads_of_torch(_directly, *known)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-        if is_elsewhere(query, key, value, attn_mask):
+        if is_elsewhere(query, key, value):
             return functional.scaled_dot_product_attention(*arguments, **options)
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             if torch.onnx.is_in_onnx_export():  # which has a node for torch's own alone

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..optional import bfloat16
+
 
 @dataclass(frozen=True)
 class Case:
@@ -124,13 +126,7 @@ class Case:
 
 def dtype_of(name: str) -> np.dtype:
     """Return the dtype of this name. Raises ImportError where bfloat16 is not installed."""
-    if name != "bfloat16":
-        return np.dtype(name)
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise ImportError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from error
-    return np.dtype(ml_dtypes.bfloat16)
+    return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
 def has_bfloat16() -> bool:
