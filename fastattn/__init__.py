@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .api import attention, attention_varlen, dropout_mask, explain
+from .api import attention, attention_varlen, dropout_mask, explain, explain_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .cpu.threads import get_num_threads, num_threads, set_num_threads
 from .merging import merge
@@ -41,6 +41,7 @@ __all__ = [
     "create_block_mask",
     "dropout_mask",
     "explain",
+    "explain_varlen",
     "flash_attn",
     "get_num_threads",
     "merge",

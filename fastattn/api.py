@@ -299,6 +299,28 @@ def explain(
     return planned(problem, backend, placement_of(operands, backend))
 
 
+@passing_keywords_to(attention_varlen)
+def explain_varlen(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    gradients: bool = False,
+    backend: str = "auto",
+    **arguments: Any,
+) -> Plan:
+    """Return what explain() does, of attention_varlen() and attention_varlen_backward().
+
+    The numbers of queries and keys are those of the longest members.
+    """
+    check_backend(backend)
+    problem, operands = check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **arguments)
+    planned = plan_backward if flag("gradients", gradients) else plan
+    return planned(problem, backend, placement_of(operands, backend))
+
+
 def dropout_mask(
     shape: tuple[int, ...], *, dropout_p: float, dropout_seed: int | None = None
 ) -> np.ndarray:

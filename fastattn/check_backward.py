@@ -183,10 +183,16 @@ def _zeros_in_order_of(a: np.ndarray, dtype: str) -> np.ndarray:
     """Return zeros of the shape of `a`, whose axes lie as its own if its rows are dense: where it
     is a transposed view, as of tokens before heads, its gradient is transposed back without a copy.
     """
-    in_order = a.strides[-1] == a.itemsize and all(
-        stride or size < 2 for stride, size in zip(a.strides, a.shape, strict=True)
-    )
+    in_order = gives_its_order(a.shape, a.strides, a.itemsize)
     return np.zeros_like(a, dtype, order="K" if in_order else "C")
+
+
+def gives_its_order(shape: Any, strides: Any, step: int) -> bool:
+    """Whether the axes of the gradient by an array lie as its own: if the elements of its rows are
+    one `step` apart, and no axis is broadcast.
+    """
+    pairs = zip(strides, shape, strict=True)
+    return strides[-1] == step and all(stride != 0 or size < 2 for stride, size in pairs)
 
 
 def _device_gradients(

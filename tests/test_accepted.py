@@ -181,6 +181,17 @@ def test_explain_writes_nothing():
     assert (arguments["out"] == 9).all()
 
 
+def test_packed_calls_are_explained(monkeypatch):
+    q, k = ones(9, 4, 8), ones(12, 2, 8)
+    edges, keys = [0, 2, 9], [0, 4, 12]
+    plan = fastattn.explain_varlen(q, k, k, edges, keys, causal=True, backend="numpy")
+    problem = plan.problem
+    assert (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k) == (2, 4, 7, 8)
+    assert (plan.backend, problem.right) == ("numpy", 0)
+    monkeypatch.setattr("fastattn.api.plan_backward", lambda problem, *others: problem)
+    assert fastattn.explain_varlen(q, k, k, edges, keys, causal=True, gradients=True) == problem
+
+
 def test_empty_lists_are_ints():
     """To NumPy they are floats."""
     q = ones(0, 2, 3, 8)

@@ -214,6 +214,7 @@ def test_dropout_mask_rule():
     ("function", "names"),
     [
         (fastattn.explain, ["slopes", "fold", "names"]),
+        (fastattn.explain_varlen, ["slopes", "mask", "q_len"]),
         (fastattn.attention_weights, ["slopes", "fold", "backend", "out", "dropout_p", "v"]),
         (fastattn.attention_key_sums, ["slopes", "return_lse"]),
         (fastattn.nn.multihead_attention, ["casual", "block_table"]),
@@ -238,6 +239,9 @@ def test_signatures_show_the_keywords_that_are_passed_on():
     assert set(explain.parameters) == set(attention) | {"gradients"}
     assert explain.parameters["window"] == attention["window"]
     assert explain.return_annotation == "Plan"
+    packed = inspect.signature(fastattn.attention_varlen).parameters
+    of_packed = inspect.signature(fastattn.explain_varlen).parameters
+    assert set(of_packed) == set(packed) | {"gradients"}
     weights = inspect.signature(fastattn.attention_weights).parameters
     missing = {"v", "block_table", "out", "return_lse", "dropout_p", "dropout_seed", "backend"}
     assert set(weights) == (set(attention) | {"rows"}) - missing

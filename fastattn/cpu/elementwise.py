@@ -5,16 +5,16 @@ of the kernels of elementwise_kernels.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import Array, addressof, c_int64
-from typing import NamedTuple
+from ctypes import c_int64
+from functools import partial
 
 import numpy as np
 
 from ..machine import VectorUnit
 from . import compile, threads
 from .elementwise_job import OPERANDS, WRITTEN, layout_of, pack
-from .job import NO_MORE
 from .layout import address
+from .share import run_until_done
 
 ITEMS_PER_CALL = 1024  # a kernel then returns, within 20 ms, to let Python act
 # Fewer are faster on one thread: waking another costs about 10 us.
@@ -67,29 +67,13 @@ def run(
         return
     addresses = [address(a) for a in arrays]
     job = pack(eps, pairs, addresses, layout)
-    share = _Share(kernel(function, NAMES[out.itemsize]), job, arrays)
+    own, counter = kernel(function, NAMES[out.itemsize]), (c_int64 * 1).from_buffer(job)
+    work = partial(run_until_done, own, job, 0, ITEMS_PER_CALL, counter, arrays)
     num_threads = min(threads.get_num_threads(), out.size // ELEMENTS_PER_THREAD)
     if num_threads > 1:
-        threads.run_on_threads(share.work, num_threads)
+        threads.run_on_threads(work, num_threads)
     else:
-        share.work()
-
-
-class _Share(NamedTuple):
-    """A kernel's job and the memory it reaches, which lives as long as a thread works on it."""
-
-    kernel: compile.Kernel
-    job: Array
-    arrays: Sequence[np.ndarray | None]
-
-    def work(self) -> None:
-        """Do what is left of the job."""
-        try:
-            while self.kernel(addressof(self.job), 0, ITEMS_PER_CALL):
-                pass
-        except BaseException:  # an interrupt: the other threads need not finish the job
-            c_int64.from_buffer(self.job).value = NO_MORE
-            raise
+        work()
 
 
 def _disjoint(function: str, arrays: Sequence[np.ndarray | None]) -> bool:

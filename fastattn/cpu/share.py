@@ -45,21 +45,21 @@ class Share(NamedTuple):
         if region is not None and body is not None:
             self._run_in(region, body, num_threads, CALLS_A_REGION * items_per_call)
             return
+        kernel = self._guarded if guards.ON else self.kernel
         mine = _scratch(self.scratch_bytes)
         if num_threads == 1:
-            self._work(mine, items_per_call)
+            run_until_done(kernel, self.job, mine[1], items_per_call, self.counter)
             return
         caller = threading.get_ident()
 
         def work() -> None:
-            if threading.get_ident() == caller:
-                self._work(mine, items_per_call)
-                return
-            try:
-                scratch = _scratch(self.scratch_bytes)
-            except MemoryError:
-                return
-            self._work(scratch, items_per_call)
+            scratch = mine
+            if threading.get_ident() != caller:
+                try:
+                    scratch = _scratch(self.scratch_bytes)
+                except MemoryError:
+                    return
+            run_until_done(kernel, self.job, scratch[1], items_per_call, self.counter)
 
         # Nobody would hear of damage that a thread finds once the others are done.
         threads.run_on_threads(work, num_threads, None if guards.ON else self.is_done)
@@ -81,26 +81,30 @@ class Share(NamedTuple):
         """Wait a while; return whether all items are done."""
         return not self.kernel(addressof(self.job), 0, 0)
 
-    def _work(self, scratch: tuple[np.ndarray, int], items_per_call: int) -> None:
-        """Do items until none is left."""
-        try:
-            if guards.ON:
-                self._work_guarded()
-                return
-            kernel, job, (_, place) = self.kernel, addressof(self.job), scratch
-            while kernel(job, place, items_per_call):
-                pass
-        except BaseException:  # an interrupt: the other threads need not finish the job
-            self.counter[0] = NO_MORE
-            raise
+    def _guarded(self, job: int, scratch: int, items_per_call: int) -> int:
+        """The kernel, for one item, in scratch of its own, between guards."""
+        own = guards.Guarded(self.scratch_bytes)
+        left = self.kernel(job, _aligned(own.memory), 1)
+        own.check("scratch")
+        return left
 
-    def _work_guarded(self) -> None:
-        """The same, each item in scratch of its own, between guards."""
-        left = 1
-        while left:
-            scratch = guards.Guarded(self.scratch_bytes)
-            left = self.kernel(addressof(self.job), _aligned(scratch.memory), 1)
-            scratch.check("scratch")
+
+def run_until_done(
+    kernel: Callable[[int, int, int], int],
+    job: Array,
+    scratch: int,
+    items_per_call: int,
+    counter: Any,
+    keep: Any = None,
+) -> None:
+    """Run a kernel on its job until no item is left. `keep` is memory that it reaches."""
+    try:
+        place = addressof(job)
+        while kernel(place, scratch, items_per_call):
+            pass
+    except BaseException:  # an interrupt: the other threads need not finish the job
+        counter[0] = NO_MORE
+        raise
 
 
 def _aligned(scratch: np.ndarray) -> int:

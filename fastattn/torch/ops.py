@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import launch, repeat
 from ..backward import attention_backward
 from ..check import check
+from ..check_backward import gives_its_order
 from ..kinds import as_tensor
 from .batching import batched_backward, batched_forward
 from .call import ARRAYS, ON_DEMAND, TENSORS, Call
@@ -152,10 +153,8 @@ def _fake_backward(dout: Any, dlse: Any, out: Any, lse: Any, *arguments: Any) ->
 
 def _empty_gradient(t: Tensor, lead: torch.Size) -> Tensor:
     """A tensor for the gradient by `t`, whose axes lie as attention_backward() lays them."""
-    is_shared = t.shape[:-3].numel() != lead.numel() or any(
-        stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)
-    )
-    in_order = t.stride(-1) == 1 and not is_shared
+    is_shared = t.shape[:-3].numel() != lead.numel()
+    in_order = not is_shared and gives_its_order(t.shape, t.stride(), 1)
     return torch.empty_like(t) if in_order else t.new_empty(t.shape)
 
 
