@@ -25,9 +25,9 @@ on_each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS
 floats = pytest.mark.parametrize("dtype", ["float32", "float64"])
 # Forward kernels are 38 to 80 kB: much more would mean that something was unrolled by mistake.
 CODE_LIMIT = 100_000
-# Stack accesses that the softmax loop has on AVX2. What LLVM 20 reads from where constants lie, 7
-# and 17 times, LLVM 15 (Numba 0.61) keeps there: the kernels are as fast.
-SPILLS = {"float32": 8, "float64": 22} if OLD_LLVM else {"float32": 3, "float64": 3}
+# Stack accesses that the softmax loop of four registers has on AVX2. What LLVM 20 reads from where
+# constants lie, LLVM 15 (Numba 0.61) keeps there.
+SPILLS = {"float32": 20, "float64": 37} if OLD_LLVM else {"float32": 12, "float64": 18}
 
 
 JUMP = r"(?:j\w+|b\.\w+|b|cbn?z\s+\w+,|tbn?z\s.*,)\s*(\.L\w+)$"
@@ -159,11 +159,16 @@ def test_softmax_loop_is_vectors_only(target, dtype):
     assert_plain(assembly)
     hot = [loop for loop in loops(assembly) if count(fused(target, dtype), loop) > 4]
     assert hot
+    terms = len(EXP2[dtype]) - 1
+    counts = {count(fused(target, dtype), loop) for loop in hot}
+    in_fours, in_twos = {4 * terms, 2 * terms}, {2 * terms}
+    # LLVM 15 turns the loop of fours on Arm into one that is not found here.
+    hidden = OLD_LLVM and target.unit == NEON
+    assert counts == (in_twos if hidden or target.unit == AVX512 else in_fours)
     for loop in hot:
-        assert count(fused(target, dtype), loop) == 2 * (len(EXP2[dtype]) - 1)
         assert not count(ONE_LANE, loop)
-        # Sixteen registers cannot hold two rounds and all constants; the sums must not wait.
-        assert len(on_stack(loop)) <= (0 if target.unit.registers == 32 else SPILLS[dtype])
+        # Sixteen registers cannot hold four chains and all constants.
+        assert len(on_stack(loop)) <= (1 if target.unit.registers == 32 else SPILLS[dtype])
 
 
 @on_each_target

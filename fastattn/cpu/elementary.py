@@ -80,25 +80,33 @@ ATANH = {
 LIMITS = {"float32": (89.0, -104.0, 10.0), "float64": (710.0, -746.0, 20.0)}
 
 
-def exp2(builder, x, dtype: str):
-    """LLVM value: 2**x for x <= 0 (and a little above), 0 below 2**(1 - bias), NaN for NaN.
+def exp2(builder, values: list, dtype: str) -> list:
+    """LLVM values: 2**x for each x <= 0 (and a little above), 0 below 2**(1 - bias), NaN for NaN.
 
     x is split into an integer n and a fraction f in [-0.5, 0.5] by adding 1.5 * 2**bits: the sum's
     low bits hold n. The same addition puts the exponent's bias there, so that a shift makes the
     float 2**n, and exactly 0 for n = -bias: a masked score of -inf weighs nothing.
+
+    Each step is done for all values before the next: one after the other, chains of 43 cycles would
+    wait for each other, as a processor looks ahead for only some three of them.
     """
     bits, bias = FORMAT[dtype]
-    vector, integer = x.type, ir.VectorType(INTEGER[dtype], x.type.count)
-    magic = constant(vector, 1.5 * 2.0**bits + bias)
-    x = greater(builder, constant(vector, -float(bias)), x)  # this order keeps NaN
-    shifted = builder.fadd(x, magic)
-    fraction = builder.fsub(x, builder.fsub(shifted, magic))
+    vector, integer = values[0].type, ir.VectorType(INTEGER[dtype], values[0].type.count)
+    magic, low = constant(vector, 1.5 * 2.0**bits + bias), constant(vector, -float(bias))
+    values = [greater(builder, low, x) for x in values]  # this order keeps NaN
+    shifted = [builder.fadd(x, magic) for x in values]
+    whole = [builder.fsub(x, magic) for x in shifted]
+    fractions = [builder.fsub(x, n) for x, n in zip(values, whole, strict=True)]
     coefficients = [constant(vector, c) for c in EXP2[dtype]]
-    power = coefficients[-1]
+    powers = [coefficients[-1]] * len(values)
     for c in coefficients[-2::-1]:
-        power = call(builder, "fma", [power, fraction, c])
-    exponent = builder.shl(builder.bitcast(shifted, integer), constant(integer, bits))
-    return builder.fmul(power, builder.bitcast(exponent, vector))
+        powers = [
+            call(builder, "fma", [p, f, c]) for p, f in zip(powers, fractions, strict=True)
+        ]
+    exponents = [builder.shl(builder.bitcast(x, integer), constant(integer, bits)) for x in shifted]
+    return [
+        builder.fmul(p, builder.bitcast(n, vector)) for p, n in zip(powers, exponents, strict=True)
+    ]
 
 
 def exp(builder, x, dtype: str):

@@ -184,6 +184,15 @@ def _arithmetic_operations(made) -> None:
             return intrinsic(lambda typingctx, x, y: (register(*types_), codegen))
         return intrinsic(lambda typingctx, x, y, z: (register(*types_), codegen))
 
+    @intrinsic
+    def exp2_of_four(typingctx, x, y, z, w):
+        four = types.UniTuple(register, 4)
+
+        def codegen(context, builder, sig, args):
+            return context.make_tuple(builder, four, exp2(builder, args, made.dtype))
+
+        return four(*[register] * 4), codegen
+
     made.fma = elementwise(3, lambda b, x, y, z: call(b, "fma", [x, y, z]))
     made.vmax, made.vmin = elementwise(2, greater), elementwise(2, less)
     made.number_min = elementwise(2, lambda b, x, y: call(b, "minnum", [x, y]))
@@ -191,7 +200,8 @@ def _arithmetic_operations(made) -> None:
     made.sqrt = elementwise(1, lambda b, x: call(b, "sqrt", [x]))
     made.exp = elementwise(1, lambda b, x: exp(b, x, made.dtype))
     made.half_erfc = elementwise(1, lambda b, a: half_erfc(b, a, made.dtype))
-    made.exp2 = elementwise(1, lambda b, x: exp2(b, x, made.dtype))
+    made.exp2 = elementwise(1, lambda b, x: exp2(b, [x], made.dtype)[0])
+    made.exp2_of_four = exp2_of_four
     made.tanh = elementwise(1, lambda b, x: tanh(b, x, made.dtype))
 
 
