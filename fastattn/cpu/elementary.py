@@ -100,9 +100,7 @@ def exp2(builder, values: list, dtype: str) -> list:
     coefficients = [constant(vector, c) for c in EXP2[dtype]]
     powers = [coefficients[-1]] * len(values)
     for c in coefficients[-2::-1]:
-        powers = [
-            call(builder, "fma", [p, f, c]) for p, f in zip(powers, fractions, strict=True)
-        ]
+        powers = [call(builder, "fma", [p, f, c]) for p, f in zip(powers, fractions, strict=True)]
     exponents = [builder.shl(builder.bitcast(x, integer), constant(integer, bits)) for x in shifted]
     return [
         builder.fmul(p, builder.bitcast(n, vector)) for p, n in zip(powers, exponents, strict=True)
