@@ -74,7 +74,8 @@ def runnable_targets(features: frozenset[str]) -> list[str]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        # A control group's name may be in any encoding: it is read as names of files are.
+        return os.fsdecode(Path(path).read_bytes()).strip()
     except OSError:
         return ""
 

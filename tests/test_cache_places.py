@@ -75,7 +75,12 @@ def filled(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("flags", [("-O",), ("-OO",), ("-I",), ("-I", "-S", "-B"), ("-X", "utf8")])
+NAMED = ("-W", "error::EncodingWarning", "-X", "warn_default_encoding")
+
+
+@pytest.mark.parametrize(
+    "flags", [("-O",), ("-OO",), ("-I",), ("-I", "-S", "-B"), ("-X", "utf8"), NAMED]
+)
 def test_flags_of_python(flags, filled):
     """Under -I, neither PYTHONPATH nor the present folder is looked at; -S has no site-packages."""
     import llvmlite

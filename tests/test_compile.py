@@ -322,6 +322,11 @@ BROKEN = {
         "raise OSError('libLLVM.so: bad ELF')",
         "llvmlite cannot be imported: OSError: libLLVM.so: bad ELF",
     ),
+    "numba is another": (
+        "numba",
+        "x = 1",
+        "numba cannot be imported: ModuleNotFoundError: No module named 'numba.core'",
+    ),
     "numba lacks a part": (
         "numba",
         "import no_such_module",

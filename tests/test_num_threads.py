@@ -153,6 +153,21 @@ def test_default_is_the_least_of_all_limits(monkeypatch, cpus, omp, files, expec
     assert machine.default_num_threads.__wrapped__() == expected
 
 
+def test_control_groups_may_have_any_name(monkeypatch, tmp_path):
+    name = b"\xfcbung"  # not UTF-8
+    os.mkdir(os.fsencode(tmp_path) + b"/" + name)
+    (tmp_path / os.fsdecode(name) / "cpu.max").write_text("100000 100000", encoding="ascii")
+    (tmp_path / "cgroup").write_bytes(b"0::/" + name)
+    read = machine._read
+    monkeypatch.setattr(machine, "_read", lambda path: read(moved(path)))
+
+    def moved(path):
+        path = path.replace("/proc/self/cgroup", str(tmp_path / "cgroup"))
+        return path.replace("/sys/fs/cgroup", str(tmp_path))
+
+    assert machine._cgroup_quota() == 1
+
+
 def test_default_where_affinity_is_unknown(monkeypatch):
     monkeypatch.setattr(machine, "_read", lambda path: "")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

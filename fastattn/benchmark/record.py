@@ -85,7 +85,7 @@ def read(path: Path) -> dict[str, dict[str, dict]]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"results must be kept in a file of results, got {path}") from error
     return content
@@ -102,4 +102,4 @@ def save(path: Path, section: str, setting: dict[str, Any], results: dict[str, d
     # One line for each list of samples, so that a new run is a short change.
     text = json.dumps(content, indent=1)
     text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
-    path.write_text(text + "\n")
+    path.write_text(text + "\n", encoding="utf-8")

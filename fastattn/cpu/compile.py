@@ -127,7 +127,7 @@ def unavailable(key: Hashable) -> str:
         return f"CPU {target.cpu!r} has no {UNITS}"
     if key in _loaded or cache.find(key, target) is not None:
         return ""
-    return _import_problem("numba")
+    return _import_problem("numba.core")  # which a numba.py that is in the way does not have
 
 
 def not_kept(key: Hashable) -> str:

@@ -206,7 +206,7 @@ def _failure(number: int, name: str, error: Exception, trial: Trial) -> Failure:
 def _resident_bytes() -> int:
     """Of this process; 0 where Linux does not tell."""
     try:
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="ascii") as file:
             pages = int(file.read().split()[1])
     except OSError:
         return 0
