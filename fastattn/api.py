@@ -141,17 +141,18 @@ def attention(
         q, k, v = array_view("q", q), array_view("k", k), array_view("v", v)
     arrays: Any = (q, k, v, mask, bias)
     key = None  # of calls that may be repeated: see repeat.py
-    no_lengths = kv_len is kv_start is block_table is None
-    no_modifiers = score_mod is mask_mod is None and block_mask is None
-    no_modifiers = no_modifiers and type(aux) is tuple and not aux
-    no_dropout = type(dropout_p) is float and dropout_p == 0
-    on_host = given is q or not any(map(is_device_view, arrays[:3]))
-    if on_host and alibi is sinks is q_len is out is None and no_modifiers and no_dropout:
-        numbers = (scale, causal, align, chunk, softcap, dropout_p, dropout_seed)
+    if (
+        (given is q or not any(map(is_device_view, arrays[:3])))
+        and alibi is sinks is q_len is out is score_mod is mask_mod is None
+        and block_mask is None
+        and (type(aux) is tuple and not aux)
+        and (type(dropout_p) is float and dropout_p == 0)
+    ):
         lengths = repeat.NO_LENGTHS
-        if not no_lengths:
+        if not kv_len is kv_start is block_table is None:
             lengths = Lengths(align, None, kv_len, kv_start, block_table)
-        key = repeat.key_of(arrays, (*numbers, return_lse, backend), window, lengths)
+        scalars = (scale, causal, align, chunk, softcap, dropout_seed, return_lse, backend)
+        key = repeat.key_of(arrays, scalars, window, lengths)
         found = repeat.answer(key, arrays, lengths)
         if found is not None:
             if given is not q:

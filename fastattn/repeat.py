@@ -8,6 +8,7 @@ all others take the long way.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ Key = tuple[Any, ...]
 SCALARS = {type(None), bool, int, float, str}
 MOST = 512  # calls to keep
 NO_LENGTHS = Lengths()  # of calls without lengths and pages, whatever their align
-_known: dict[Key, Repeat] = {}
+_known: dict[Key | None, Repeat] = {}
 
 
 def key_of(
@@ -34,30 +35,43 @@ def key_of(
     """What a call depends on besides addresses and lengths; None if it is not to be kept.
 
     arrays: q, k and v in the memory of the CPU, or these with mask and bias, which may be None.
-    options: its other arguments, which must be scalars. Equal ones of other types (1 and True) are
-    not the same argument, so their types are part of the key.
+    options: its other arguments, which must be scalars.
     """
     if type(window) is not tuple or guards.ON:
         return None
-    options += window
-    kinds = tuple(map(type, options))
-    if not SCALARS.issuperset(kinds):
+    try:
+        token = token_of(*options, *window)
+    except Exception:  # no scalar: it may have no hash, or one that raises
         return None
     kind = None if lengths is NO_LENGTHS else lengths.block_table is not None
-    key: Key = (kind, get_num_threads(), options, kinds)
+    key = [kind, get_num_threads(), token]
     for a in arrays:
         if type(a) is np.ndarray:
             key += (a.dtype, a.shape, a.strides)
         elif a is None:
-            key += (None,)
+            key.append(None)
         else:
             return None
-    return key
+    return tuple(key)
+
+
+@lru_cache(MOST, typed=True)
+def token_of(*options: Any) -> object:
+    """The same object for the same options, at a third of what hashing their types as well takes.
+    Equal ones of other types (1 and True) are not the same.
+
+    Raises
+    ------
+    TypeError  they are not all scalars
+    """
+    if not SCALARS.issuperset(map(type, options)):
+        raise TypeError("options must be scalars")
+    return object()
 
 
 def find(key: Key | None) -> Repeat | None:
     """The call of this key, if it has been made before."""
-    return _known.get(key) if key is not None else None
+    return _known.get(key)  # None is no key
 
 
 def ranges_and_table(
@@ -81,7 +95,7 @@ def answer(
     key: Key | None, arrays: tuple[Any, ...], lengths: Lengths = NO_LENGTHS
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
     """(out, lse or None) of a call, if one like it has been made before."""
-    known = find(key)
+    known = _known.get(key)
     if known is None:
         return None
     if lengths is NO_LENGTHS:

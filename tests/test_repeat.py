@@ -204,3 +204,25 @@ def test_the_number_of_threads_counts(rng):
         two = fastattn.attention(*inputs)
     assert one.tobytes() == two.tobytes()
     assert len(repeat._known) == 2
+
+
+class NoHash(float):
+    def __hash__(self):
+        raise OSError("no hash")
+
+
+def test_options_that_cannot_be_looked_up(rng):
+    inputs = arrays(rng)
+    expected = fastattn.attention(*inputs, scale=0.5)
+    assert fastattn.attention(*inputs, scale=NoHash(0.5)).tobytes() == expected.tobytes()
+    with pytest.raises(TypeError, match="softcap must be"):
+        fastattn.attention(*inputs, softcap=[0.5])
+    assert len(repeat._known) == 1
+
+
+def test_equal_options_of_other_types_are_others():
+    tokens = [repeat.token_of("auto", one) for one in (1, True, 1.0)]
+    assert len(set(map(id, tokens))) == 3
+    assert repeat.token_of("auto", 1.0) is tokens[2]
+    with pytest.raises(TypeError, match="options must be scalars"):
+        repeat.token_of("auto", (1,))

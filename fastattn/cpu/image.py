@@ -19,15 +19,8 @@ import numpy as np
 Kernel = Callable[[int, int, int], int]  # (job address, scratch address, quota) -> work items left
 
 # int32 status f(int64 *result, void **error, void *job, void *scratch, int64 quota): Numba's own
-# calling convention.
-ENTRY = ctypes.CFUNCTYPE(
-    ctypes.c_int32,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-)
+# calling convention. ctypes takes an address in half the time of an int64, which is passed alike.
+ENTRY = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 5)
 
 ANSWER = ctypes.c_int64 * 2  # the result, and the address of an error
 HEADER = struct.Struct("<24sQ32s")  # magic, where the entry is, digest of all that follows

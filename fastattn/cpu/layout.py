@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from ctypes import c_void_p
+from ctypes import c_size_t
 from functools import lru_cache
 from typing import Any
 
@@ -22,13 +22,11 @@ def _reads_the_array() -> bool:
     if sys.implementation.name != "cpython":
         return False
     arrays = (np.zeros(3), np.zeros((2, 3), np.int8)[1:, ::-1])
-    return all(
-        c_void_p.from_address(id(a) + _HEAD).value == a.__array_interface__["data"][0]
-        for a in arrays
-    )
+    return all(_word_at(id(a) + _HEAD).value == a.__array_interface__["data"][0] for a in arrays)
 
 
 _HEAD = object.__basicsize__
+_word_at = c_size_t.from_address
 _QUICK = _reads_the_array()
 
 
@@ -39,7 +37,7 @@ def address(array: np.ndarray | None) -> int:
     if array is None:
         return 0
     if _QUICK:
-        return c_void_p.from_address(id(array) + _HEAD).value or 0
+        return _word_at(id(array) + _HEAD).value
     return array.__array_interface__["data"][0]
 
 

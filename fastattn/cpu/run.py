@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from .. import guards
 from ..machine import VectorUnit
 from ..problem import Operands, Plan, Problem, Variant
-from ..results import empty
+from ..results import maker
 from . import compile
 from .job import ITEM_SIZE, LINE, LN_2, PLACE, ROWS_AFTER, SPARE_REGISTERS, Counter, Job, pack
 from .job_fields import base_2, extras, lanes_of, score_fields, sizes_of, state_fields, widths
 from .layout import address, layouts
-from .share import Share
+from .share import Share, run_alone
 
 FLOP_PER_CALL = 500_000_000  # a kernel returns after this much, 5 to 50 ms, to let Python act
 MERGED_PER_THREAD = 200_000  # elements of partial results: some 40 us, as plan.FLOP_PER_THREAD
@@ -25,7 +26,9 @@ _UNTOUCHED = -1.0  # no sum of exponentials
 _Q, _K, _V, _MASK, _BIAS, _OUT, _LSE = (
     PLACE[name] for name in ("q", "k", "v", "mask", "bias", "out", "lse")
 )
-_RANGES, _TABLE, _MAX_PAGES = (PLACE[n] for n in ("ranges", "block_table", "max_pages"))
+_RANGES, _TABLE, _MAX_PAGES, _COUNTER = (
+    PLACE[name] for name in ("ranges", "block_table", "max_pages", "counter")
+)
 
 
 def unavailable(variant: Variant) -> str:
@@ -172,8 +175,11 @@ def _job(
 def _draw(plan: Plan, prepared: _Prepared, job: Array, keep: tuple[Any, ...]) -> None:
     """Run the job on the plan's threads; `keep` is all that it reaches."""
     counter = Counter()
-    job[PLACE["counter"]] = addressof(counter)
+    job[_COUNTER] = addressof(counter)
     if prepared.combine is None:
+        if plan.num_threads == 1 and not guards.ON:
+            run_alone(prepared.forward, job, prepared.scratch_bytes, prepared.items_per_call)
+            return
         share = Share(prepared.forward, job, counter, prepared.scratch_bytes, keep)
         share.run(plan.num_threads, prepared.items_per_call)
         return
@@ -184,7 +190,7 @@ def _draw(plan: Plan, prepared: _Prepared, job: Array, keep: tuple[Any, ...]) ->
     share.run(plan.num_threads, prepared.items_per_call)
     # A job of its own: another thread may still be on its way out of the first.
     job, counter = Job.from_buffer_copy(job), Counter()
-    job[PLACE["counter"]], job[PLACE["num_items"]] = addressof(counter), prepared.num_rows
+    job[_COUNTER], job[PLACE["num_items"]] = addressof(counter), prepared.num_rows
     share = share._replace(kernel=prepared.combine, job=job, counter=counter)
     share.run(prepared.combine_threads, prepared.num_rows)
 
@@ -196,9 +202,10 @@ class Repeat:
         """shape: of the result, as many elements as operands.out."""
         self.problem, self.lead = plan.problem, operands.q.shape[:-3]
         self._plan, self._prepared = plan, _prepare(plan)
-        self._shape, self._axes = _order(operands.out, shape)
-        self._dtype, self._lse_dtype = operands.out.dtype, plan.problem.variant.dtype
-        self._low_bits = self._dtype.itemsize - 1
+        in_memory, self._axes = _order(operands.out, shape)
+        self._new_out = maker(in_memory, operands.out.dtype)
+        self._lse_dtype = plan.problem.variant.dtype
+        self._low_bits = operands.out.itemsize - 1
         self._bias_bits = 0 if operands.bias is None else operands.bias.itemsize - 1
         self._lse_shape, self._state_shape, state = None, (), None
         if operands.lse is not None:
@@ -224,7 +231,7 @@ class Repeat:
 
     def new_results(self) -> tuple[np.ndarray, np.ndarray | None]:
         """(out, lse or None), without contents."""
-        out = empty(self._shape, self._dtype)
+        out = self._new_out()
         if self._axes is not None:
             out = out.transpose(self._axes)
         return out, None if self._lse_shape is None else np.empty(self._lse_shape, self._lse_dtype)

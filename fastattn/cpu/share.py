@@ -107,6 +107,17 @@ def run_until_done(
         raise
 
 
+def run_alone(kernel: compile.Kernel, job: Array, scratch_bytes: int, items_per_call: int) -> None:
+    """Run a kernel on all items of a job that no other thread has: Share.run() without what others
+    need, 0.6 us of a small call. guards.ON must be off.
+
+    Raises MemoryError before it has begun if this thread finds no scratch.
+    """
+    place, (_memory, scratch) = addressof(job), _scratch(scratch_bytes)
+    while kernel(place, scratch, items_per_call):
+        pass
+
+
 def _aligned(scratch: np.ndarray) -> int:
     """Where its first whole line begins."""
     return (address(scratch) + LINE - 1) & -LINE

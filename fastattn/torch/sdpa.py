@@ -119,10 +119,12 @@ def _directly(
 
 def _key_of(tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> repeat.Key | None:
     """As repeat.key_of(): what a call depends on besides addresses."""
-    kinds = tuple(map(type, options))
-    if guards.ON or not repeat.SCALARS.issuperset(kinds):
+    if guards.ON:
         return None
-    key: repeat.Key = (None, "torch", get_num_threads(), options, kinds)
+    try:
+        key: repeat.Key = (None, "torch", get_num_threads(), repeat.token_of(*options))
+    except Exception:  # as in repeat.key_of()
+        return None
     for t in tensors:
         if t is not None:
             key += (t.dtype, t.shape, t.stride())
