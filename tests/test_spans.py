@@ -13,7 +13,7 @@ from kernels import machines, run, survives, unreadable
 import fastattn
 from fastattn.cpu.job import ITEM_SIZE, PLACE, Job
 
-BLOCK_N, STEP = 256, 8
+STEP = 8
 HEADS, GROUP, KEYS = 2, 3, 70  # key heads, query heads of each
 
 
@@ -38,7 +38,7 @@ def call(mask, row, count, n_start, start, stop, hidden):
     strides = [
         0 if size == 1 else stride for size, stride in zip(mask.shape, mask.strides, strict=True)
     ]
-    values = {"mask": mask.ctypes.data, "group": GROUP, "block_n": BLOCK_N}
+    values = {"mask": mask.ctypes.data, "group": GROUP}
     values |= dict(zip(("mask_head", "mask_row", "mask_col"), strides, strict=True))
     for name, value in values.items():
         job[PLACE[name]] = value
@@ -55,7 +55,7 @@ def expected(seen, start, stop, hidden):
     holes = [n for n in steps if not seen[:, n : min(n + STEP, stop)].all()]
     begin, end = (some[0], min(some[-1] + STEP, stop)) if some else (stop, start)
     first = min(holes[0], hidden) if holes else hidden
-    return begin, end, first if first < stop else BLOCK_N
+    return begin, end, min(first, end)
 
 
 def masks(rng):
@@ -114,3 +114,25 @@ def test_keys_at_the_ends_that_a_mask_hides_are_never_read(queries):
     with unreadable(k, hidden) as hidden_k, unreadable(v, hidden) as hidden_v:
         assert survives(call)
         assert not survives(lambda: hidden_k[0, 1, -1].sum())
+
+
+@pytest.mark.skipif(not machines(), reason="no kernel can be compiled here")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_masks_may_end_amid_a_register(gradients):
+    """Of a block, the keys up to the next whole register are computed; they must not count."""
+    q, k, v = Case("ends", 9, 70, 8).arrays()
+    dout = np.ones_like(q)
+    for stop in range(1, 70):
+        for mask in (np.arange(70) < stop, np.arange(70) >= stop):
+            found, exact = (both(q, k, v, dout, mask, name, gradients) for name in ("cpu", "numpy"))
+            for a, b in zip(found, exact, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def both(q, k, v, dout, mask, backend, gradients):
+    """(out,), or with the gradients of q, k and v."""
+    out, lse = fastattn.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+    if not gradients:
+        return (out,)
+    given = {"mask": mask, "backend": backend}
+    return out, *fastattn.attention_backward(dout, q, k, v, out, lse, **given)[:3]

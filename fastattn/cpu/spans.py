@@ -90,8 +90,8 @@ def seen(truths, n, stop):
 @jit
 def mask_span(job, item, row, count, n_start, start, stop, hidden):
     """(start, stop, hidden): [start, stop) without the keys at both ends that the mask hides from
-    all rows; and a key that it hides from some row while it shows all before, past the block if
-    there is none; all to STEP keys. At most the keys before `hidden` are looked at for it.
+    all rows; and a key up to which, from the given start on, all rows see all, the new stop at
+    most. All to STEP keys. Keys from the given `hidden` on are not looked at for it.
 
     A mask that hides keys here and there is known after its first row.
     """
@@ -123,4 +123,4 @@ def mask_span(job, item, row, count, n_start, start, stop, hidden):
         if begin == start and end == stop and hidden == start:
             break
         i, r = next_row(i, r, group)
-    return begin, end, hidden if hidden < stop else field(job, "block_n")
+    return begin, end, min(hidden, end)
