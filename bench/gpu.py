@@ -68,7 +68,8 @@ def correct(options: argparse.Namespace) -> dict[str, Any]:
         name = f"{trial.case.name} {trial.case.dtype}"
         try:
             with maps.wgmma(trial.case.name.startswith("wgmma")):
-                ratio = error_ratio(trial, x, results(trial, x, options.backend))
+                answer = results(trial, x, options.backend)
+                ratio = error_ratio(trial, x, answer, options.backend == "cuda")
         except Exception as error:
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
         else:
@@ -182,6 +183,7 @@ def _measured(
         if time.perf_counter() - start > CASES_SECONDS:
             print(f"{case.name} was not tried for want of time")
             continue
+        torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
         inputs = list(_inputs(case, options))
         calls, refused = {}, {}
         for name, prepare in (callers or _in_turns)(case, options).items():
@@ -215,10 +217,12 @@ def _contenders(case: Timed, options: argparse.Namespace) -> dict[str, Callable[
 
     causal = case.causal and case.seqlen_q > 1
 
+    how = {"causal": causal, "precision": case.precision, "backend": options.backend}
+
     def ours(wgmma):
         def attend(q, k, v):
             with maps.wgmma(wgmma):
-                return fastattn.attention(q, k, v, causal=causal, backend=options.backend)
+                return fastattn.attention(q, k, v, **how)
 
         return attend
 

@@ -54,21 +54,24 @@ OF_WARPGROUPS: dict[str, dict] = {
     **{f"wgmma head_dim {d}": {"head_dim": d, "causal": True} for d in (96, 128, 192, 256)},
 }
 DTYPES = ("bfloat16", "float32", "float16", "float64")
+PRECISIONS = [(dtype, "") for dtype in DTYPES]
+PRECISIONS.insert(2, ("float32", "tf32"))
 
 
 def trials() -> Iterator[Trial]:
     """All of them, the dtypes of most use first."""
-    for dtype in DTYPES:
+    strided = ("heads last", "strided", "transposed")
+    for dtype, precision in PRECISIONS:
+        of, start = {"dtype": dtype, "precision": precision}, f"{precision} ".lstrip()
         for name, changes in VARIANTS.items():
-            yield Trial(replace(SMALL, name=name, dtype=dtype, **changes))
+            yield Trial(replace(SMALL, name=start + name, **of, **changes))
         if dtype in ("bfloat16", "float16"):
             yield from _of_warpgroups(dtype)
         for poison in ("k", "v"):
-            case = replace(SMALL, name=f"nan in {poison}", dtype=dtype, causal=True)
+            case = replace(SMALL, name=f"{start}nan in {poison}", **of, causal=True)
             yield Trial(case, poison=poison)
-        yield Trial(replace(SMALL, name="packed", dtype=dtype, causal=True), kind="varlen")
-        strided = ("heads last", "strided", "transposed")
-        yield Trial(replace(SMALL, name="strides", dtype=dtype), layouts=strided)
+        yield Trial(replace(SMALL, name=f"{start}packed", **of, causal=True), kind="varlen")
+        yield Trial(replace(SMALL, name=f"{start}strides", **of), layouts=strided)
 
 
 # Of gradients, of those above: what one of their kernels does another way.
@@ -112,6 +115,7 @@ class Timed:
     head_dim: int
     dtype: str = "bfloat16"
     causal: bool = False
+    precision: str | None = None
 
     @property
     def flop(self) -> int:
@@ -128,6 +132,7 @@ class Timed:
 
 
 LONG = Timed("dense-8k-d128", 2, 16, 16, 8192, 8192, 128)
+FLOATS = replace(LONG, dtype="float32", seqlen_q=2048, seqlen_k=2048)
 FORWARD = (
     LONG,
     replace(LONG, name="causal-8k-d128", causal=True),
@@ -136,7 +141,9 @@ FORWARD = (
     replace(LONG, name="gqa-4k-d128", heads_q=32, heads_kv=8, seqlen_q=4096, seqlen_k=4096),
     replace(LONG, name="causal-1k-d128", batch=16, seqlen_q=1024, seqlen_k=1024, causal=True),
     replace(LONG, name="dense-4k-d256", heads_q=8, heads_kv=8, head_dim=256),
-    replace(LONG, name="dense-2k-d64-f32", dtype="float32", seqlen_q=2048, seqlen_k=2048),
+    replace(FLOATS, name="dense-2k-d128-f32"),
+    replace(FLOATS, name="dense-2k-d128-tf32", precision="tf32"),
+    replace(FLOATS, name="causal-2k-d64-tf32", precision="tf32", head_dim=64, causal=True),
 )
 BACKWARD = (
     replace(LONG, name="dense-8k-d128"),

@@ -49,6 +49,7 @@ def attention(
     block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
+    precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     backend: str = "auto",
@@ -105,6 +106,11 @@ def attention(
         Probabilities are dropped with this chance, the others divided by 1 - dropout_p; lse stays.
     dropout_seed : int from 0 to 2**63 - 1. Default: from the operating system, anew in every call.
         dropout_mask() shows what a seed keeps.
+    precision : None or "tf32"
+        "tf32" allows a backend to round the factors of both products to tf32, of 11 significant
+        bits, where they are float32 and tensor cores multiply that: cuda, from compute capability
+        8.0. Sums, softmax and results stay float32. All else computes as ever, and so do gradients.
+        explain() says which.
     return_lse : bool
     out : array or torch tensor of the shape and dtype of the result, written in place; may not
         overlap an input.
@@ -151,7 +157,8 @@ def attention(
         lengths = repeat.NO_LENGTHS
         if not kv_len is kv_start is block_table is None:
             lengths = Lengths(align, None, kv_len, kv_start, block_table)
-        scalars = (scale, causal, align, chunk, softcap, dropout_seed, return_lse, backend)
+        numbers = (scale, causal, align, chunk, softcap, dropout_seed)
+        scalars = (*numbers, precision, return_lse, backend)
         key = repeat.key_of(arrays, scalars, window, lengths)
         found = repeat.answer(key, arrays, lengths)
         if found is not None:
@@ -183,6 +190,7 @@ def attention(
         block_mask=block_mask,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        precision=precision,
         return_lse=return_lse,
         out=out,
     )
@@ -220,6 +228,7 @@ def attention_varlen(
     block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
+    precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     backend: str = "auto",
@@ -271,6 +280,7 @@ def attention_varlen(
         block_mask=block_mask,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        precision=precision,
         return_lse=return_lse,
         out=out,
     )

@@ -116,6 +116,16 @@ def dropout_of(dropout_p: Any, dropout_seed: Any) -> tuple[float, int]:
     return p, dropout_seed
 
 
+def tf32_of(precision: Any, storage: str) -> bool:
+    """Return whether factors of this dtype may be rounded to tf32."""
+    if precision is None:
+        return False
+    if isinstance(precision, str) and precision == "tf32":
+        return storage == "float32"  # no other dtype is rounded to it
+    rule = "precision must be None, for products in the dtype of the arrays, or 'tf32'"
+    raise ValueError(f"{rule}, got {precision!r}")
+
+
 # --- window and align ---------------------------------------------------------------------------
 
 

@@ -65,7 +65,8 @@ def attention_backward(
         Also return the gradient by bias, sinks or alibi, each in the caller's shape and dtype.
     arguments : scale, causal, align, window, chunk, softcap, bias, mask, alibi, sinks, q_len,
         kv_len, kv_start, score_mod, mask_mod, aux, block_mask, dropout_p and dropout_seed, as in
-        the call of attention() that gave out and lse
+        the call of attention() that gave out and lse. precision changes nothing: gradients are
+        products in the dtype of the arrays.
     backend : "auto", "numpy", "cpu" or "cuda", as in attention()
 
     Returns

@@ -21,6 +21,7 @@ from .arguments import (
     scale_of,
     shortened,
     softcap_of,
+    tf32_of,
     window_of,
 )
 from .arrays import (
@@ -272,6 +273,7 @@ def _problem_of(
     sinks: Any = None,
     dropout_p: Any = 0.0,
     dropout_seed: Any = None,
+    precision: Any = None,
     score_mod: Any = None,
     mask_mod: Any = None,
     aux: Any = (),
@@ -294,7 +296,7 @@ def _problem_of(
     sizes = (batch, heads_q, v.shape[-3], seqlen_q, seqlen_k, head_dim, v.shape[-1])
     numbers: tuple[Any, ...] = (scale_of(scale, head_dim, dtype), offset, left, right)
     numbers += (chunk_of(chunk), 0, softcap_of(softcap, dtype))
-    numbers += dropout_of(dropout_p, dropout_seed)
+    numbers += (*dropout_of(dropout_p, dropout_seed), tf32_of(precision, storage))
     variant: tuple[Any, ...] = (dtype, storage, paged)
     scores = (batch, heads_q, seqlen_q, all_keys)
     modifying = _modifying(score_mod, mask_mod, aux, block_mask, scores)

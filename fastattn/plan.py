@@ -30,6 +30,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 # One thread starts after the other, 1.9 us apart. T of them then take W / T + T * 1.9 us / 2 for
 # work of W seconds, which is least for T ** 2 = flop / this, at 100 GFLOP/s a thread.
 FLOP_PER_START = 95_000
+NO_TF32 = "products are of float32: only cuda's tensor cores multiply tf32"
 SLOWER = "slower: its scores and probabilities go through memory"
 NOT_THERE = ("cuda", "the arrays are in the memory of the CPU: only if asked for by name")
 IN_HOST_MEMORY = Placement(ordinal=0, on_device=False, whole_rows=False, options=False)
@@ -80,7 +81,12 @@ def _plan(problem: Problem, backend: str, num_threads: int) -> Plan:
     # Here, and not at the top: asking for a kernel loads the compiler's run-time part.
     from .cpu.run import unavailable
 
-    return _choose(problem, backend, num_threads, unavailable, _cpu_plan)
+    return _noted(_choose(problem, backend, num_threads, unavailable, _cpu_plan))
+
+
+def _noted(plan: Plan) -> Plan:
+    """Return the plan of a backend without tf32; it says so if that was asked for."""
+    return replace(plan, notes=(*plan.notes, NO_TF32)) if plan.problem.tf32 else plan
 
 
 def _choose(
@@ -126,7 +132,7 @@ def plan_backward(
 def _plan_backward(problem: Problem, backend: str, num_threads: int) -> Plan:
     from .cpu.run_backward import unavailable
 
-    return _choose(problem, backend, num_threads, unavailable, _cpu_plan_backward)
+    return _noted(_choose(problem, backend, num_threads, unavailable, _cpu_plan_backward))
 
 
 def _cpu_plan_backward(problem: Problem, reason: str, num_threads: int) -> Plan:

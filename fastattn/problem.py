@@ -55,6 +55,9 @@ class Problem:
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 = off
     dropout_p: float = 0.0  # the share of probabilities that dropout takes; 0 = off
     dropout_seed: int = 0  # from 0 to 2**63 - 1
+    # The factors of both products may be rounded to tf32, where a backend has tensor cores for it.
+    # Only if Variant.storage is "float32", and never those of gradients.
+    tf32: bool = False
     # Modifiers and block masks are given key j as j + first_key, its place in the caller's array.
     # With ranges, it is kv_start of each batch entry instead.
     first_key: int = 0
@@ -208,6 +211,7 @@ class Plan:
             f"{problem.batch} x {problem.heads_q} heads over {problem.heads_kv}, "
             f"{problem.seqlen_q} queries x {problem.seqlen_k} keys, "
             f"head_dim {problem.head_dim}/{problem.head_dim_v}, {problem.variant.storage}"
+            f"{', tf32 allowed' if problem.tf32 else ''}"
         )
         pairs = f"{flop_text(problem.flop)} over {problem.visible_pairs} visible pairs a head"
         blocks = f"block_m {self.block_m}, block_n {self.block_n}"

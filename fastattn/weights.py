@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BLOCK_M = 256  # rows whose probabilities exist at once in attention_key_sums()
 # Keywords of attention() that make no sense here.
-FOREIGN = ("block_table", "return_lse", "out", "dropout_p", "dropout_seed", "backend")
+FOREIGN = ("block_table", "return_lse", "out", "dropout_p", "dropout_seed", "precision", "backend")
 
 
 @passing_keywords_to(attention, *FOREIGN)

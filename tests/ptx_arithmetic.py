@@ -13,6 +13,7 @@ from ptx_text import EmulationError
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
+TF32_CUT = np.uint32((1 << 13) - 1)  # bits of float32 that tf32 has not
 
 
 def bits_of(kind: str) -> int:
@@ -31,6 +32,14 @@ def bfloat16_bits(x):
     bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+
+
+def tf32_bits(rounding, bits):
+    """Bits of float32 -> of the nearest tf32, halves away from 0."""
+    if rounding != "rna":
+        raise EmulationError(f"rounding to tf32 not known: {rounding}")
+    rounded = (bits + (TF32_CUT + 1) // 2) & ~TF32_CUT
+    return np.where(np.isnan(bits.view(np.float32)), np.uint32(0x7FFFFFFF), rounded)
 
 
 def halves(x, kind: str):
@@ -53,6 +62,13 @@ def packed(low, high, kind: str):
 def _fused(x, y, z):
     wide = np.longdouble if x.dtype == np.float64 else np.float64
     return (x.astype(wide) * y + z).astype(x.dtype)
+
+
+def _fused_down(x, y, z):
+    """Of float32, rounded down."""
+    exact = x.astype(np.float64) * y + z
+    nearest = exact.astype(np.float32)
+    return np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
 
 
 def _exact(function):
@@ -125,10 +141,12 @@ def compute(parts: tuple[str, ...], operands: list):
     if "wide" in parts or "hi" in parts:
         return _wide_product(parts, operands)
     table = FLOAT_OPERATIONS if kind[0] == "f" else INTEGER_OPERATIONS
-    if name not in table:
+    operation = _fused_down if parts == ("fma", "rm", "f32") else table.get(name)
+    rounds = operation is not _fused_down and {"rm", "rp", "rz", "sat"} & set(parts)
+    if operation is None or rounds:
         raise EmulationError(f"instruction not known: {'.'.join(parts)}")
     meaning = numpy_type(kind)
-    result = table[name](*(x.view(meaning) for x in operands))
+    result = operation(*(x.view(meaning) for x in operands))
     return np.ascontiguousarray(result.astype(meaning)).view(UNSIGNED[bits_of(kind)])
 
 
@@ -178,6 +196,8 @@ def convert(parts: tuple[str, ...], operands: list):
     if to in ("f16x2", "bf16x2"):
         high, low = (x.view(np.float32) for x in operands)
         return packed(low, high, to[:-2])
+    if to == "tf32":
+        return tf32_bits(parts[1], operands[0])
     if source == "bf16":
         return operands[0].astype(np.uint32) << 16
     x = operands[0].view(numpy_type(source))
@@ -191,4 +211,6 @@ def convert(parts: tuple[str, ...], operands: list):
     elif source[0] == "f" and to == source:
         rounding = {"rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, "rni": np.rint}
         x = rounding[parts[1]](x) if parts[1] in rounding else x
+        if "sat" in parts:
+            x = np.clip(np.nan_to_num(x, nan=0.0), 0, 1)
     return np.ascontiguousarray(x.astype(meaning)).view(UNSIGNED[bits_of(to)])

@@ -382,7 +382,7 @@ class Block:
     def _mma(self, parts, operands, mask):
         self._whole_warps(mask)
         a, b, c = ([self._value(x, 32) for x in names] for names in operands[1:])
-        for name, value in zip(operands[0], matrices.mma(a, b, c, parts[-2]), strict=True):
+        for name, value in zip(operands[0], matrices.mma(a, b, c, parts), strict=True):
             self._put(name, value, mask)
 
     def _ldmatrix(self, parts, operands, mask):

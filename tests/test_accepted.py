@@ -119,6 +119,12 @@ def test_problem_names_the_variant():
     assert (found.softcap, found.chunk, found.dropout_p) == (1, 2, 0.5)
 
 
+def test_only_float32_is_rounded_to_tf32():
+    for dtype in ("f2", "f4", "f8"):
+        assert check(*[ones(2, 3, dtype=dtype)] * 3, precision="tf32")[0].tf32 == (dtype == "f4")
+    assert not problem(precision=None).tf32
+
+
 def test_variant_of_what_is_off_is_the_plain_one():
     off = {"softcap": 0.0, "chunk": 0, "dropout_p": 0, "dropout_seed": 3, "q_len": 7}
     assert problem(**off) == problem(softcap=-1.0, kv_len=5, kv_start=0) == problem()

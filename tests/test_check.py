@@ -193,6 +193,11 @@ RULES = [
         "kv_len must be an int or broadcast to the leading dimensions (2,), got shape (3,)",
     ),
     # dropout
+    (
+        {"precision": "bf16"},
+        ValueError,
+        "precision must be None, for products in the dtype of the arrays, or 'tf32', got 'bf16'",
+    ),
     ({"dropout_p": -0.1}, ValueError, "dropout_p must be between 0 and 1, got -0.1"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p must be between 0 and 1, got 1.5"),
     ({"dropout_p": float("nan")}, ValueError, "dropout_p must be between 0 and 1, got nan"),

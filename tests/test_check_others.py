@@ -244,5 +244,5 @@ def test_signatures_show_the_keywords_that_are_passed_on():
     assert set(of_packed) == set(packed) | {"gradients"}
     weights = inspect.signature(fastattn.attention_weights).parameters
     missing = {"v", "block_table", "out", "return_lse", "dropout_p", "dropout_seed", "backend"}
-    assert set(weights) == (set(attention) | {"rows"}) - missing
+    assert set(weights) == (set(attention) | {"rows"}) - missing - {"precision"}
     assert fastattn.explain.__doc__.startswith("Return how attention()")

@@ -159,14 +159,14 @@ texts = [str(fastattn.explain(a, a, a, backend="cuda", **flags)) for a, flags in
 print(json.dumps(texts))
 """
     reasons = (
-        "tensor cores multiply 16-bit types, not float32",
+        "tensor cores multiply 16-bit types, not float32 unless precision='tf32'",
         "head_dim is above 256",
         "rows for one query are not whole chunks of 16 aligned bytes",
         "rows of pages are not whole chunks of 16 aligned bytes",
     )
     for text, reason in zip(run(code), reasons, strict=False):
         assert f"kernel      simt: scalar arithmetic: {reason}\n" in text
-    older = "no tensor cores for both 16-bit types below compute capability 8.0"
+    older = "no tensor cores for both 16-bit types and tf32 below compute capability 8.0"
     assert f"simt: scalar arithmetic: {older}\n" in run(code, FAKE_CAPABILITY=75)[-1]
 
 

@@ -11,9 +11,13 @@ from fastattn.check import check
 from fastattn.cuda.tensor.tilings import Tiling
 
 need_numba_cuda()
-GENERAL = Tiling("float16", 64, 64, warps=2, block_m=32, block_n=32, general=True)
 SIZES = (1, 2, 1, 40, 70)
 RNG = np.random.default_rng(1)
+
+
+@pytest.fixture(params=["float16", pytest.param("float32", marks=pytest.mark.slow)])
+def general(request):
+    return Tiling(request.param, 64, 64, warps=2, block_m=32, block_n=32, general=True)
 
 
 def bias(*shape, dtype=np.float32, hidden=0.0):
@@ -49,8 +53,8 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_option(name):
-    assert_call(GENERAL, *inputs(GENERAL, *SIZES), **OPTIONS[name])
+def test_option(name, general):
+    assert_call(general, *inputs(general, *SIZES), **OPTIONS[name])
 
 
 @pytest.mark.slow
@@ -61,28 +65,28 @@ def test_wide_rows(head_dim):
     assert_call(wide, *inputs(wide, 1, 2, 1, 70, 90), **OPTIONS["alibi"], softcap=2.0)
 
 
-def test_the_least_number_is_no_mask():
+def test_the_least_number_is_no_mask(general):
     """Rows of such a bias are means of all values, as finfo.min / ln 2 stays finite."""
-    q, k, v = inputs(GENERAL, *SIZES)
+    q, k, v = inputs(general, *SIZES)
     least = np.full((40, 70), np.finfo(np.float32).min, np.float32)
     problem, operands = check(q, k, v, bias=least)
-    forward(GENERAL, problem, operands)
+    forward(general, problem, operands)
     mean = np.broadcast_to(v.mean(axis=2, keepdims=True, dtype=np.float32), operands.out.shape)
     np.testing.assert_allclose(operands.out.astype(np.float32), mean, atol=1e-3)
 
 
-def test_masks_and_biases_count_keys_from_the_callers_first():
-    q, k, v = inputs(GENERAL, 2, 2, 1, 40, 70)
+def test_masks_and_biases_count_keys_from_the_callers_first(general):
+    q, k, v = inputs(general, 2, 2, 1, 40, 70)
     lengths = {"kv_start": np.array([3, 20]), "kv_len": np.array([70, 60])}
     masks = {"mask": RNG.random((2, 1, 40, 70)) < 0.5, "bias": bias(2, 1, 1, 70, hidden=0.1)}
-    assert_call(GENERAL, q, k, v, **lengths, **masks, causal=True)
+    assert_call(general, q, k, v, **lengths, **masks, causal=True)
 
 
-def test_values_that_are_not_finite_behind_masks():
-    q, k, v = inputs(GENERAL, 1, 2, 1, 40, 70)
+def test_values_that_are_not_finite_behind_masks(general):
+    q, k, v = inputs(general, 1, 2, 1, 40, 70)
     v[0, 0, 11, 3], v[0, 0, 50, 4], v[0, 0, 51, 4] = np.nan, np.inf, -np.inf
-    assert_call(GENERAL, q, k, v, mask=RNG.random((40, 70)) < 0.5)
-    assert_call(GENERAL, q, k, v, bias=bias(40, 70, hidden=0.5), chunk=20)
+    assert_call(general, q, k, v, mask=RNG.random((40, 70)) < 0.5)
+    assert_call(general, q, k, v, bias=bias(40, 70, hidden=0.5), chunk=20)
 
 
 def softened(score, b, h, i, j, aux):
@@ -108,7 +112,7 @@ MODIFIERS = {
 @pytest.mark.parametrize(
     "name", [QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in MODIFIERS if n != QUICK)]
 )
-def test_modifier(name):
+def test_modifier(name, general):
     flags = MODIFIERS[name]
     h, i, j = np.ogrid[:2, :40, :70]
     aux = flags.get("aux", ())
@@ -117,4 +121,4 @@ def test_modifier(name):
         truth["mask"] = np.broadcast_to(flags["mask_mod"](0, h, i, j, aux), (2, 40, 70))
     if "score_mod" in flags:
         truth["change"] = lambda s: flags["score_mod"](s, 0, h, i, j, aux)
-    assert_call(GENERAL, *inputs(GENERAL, *SIZES), truth=truth, **flags)
+    assert_call(general, *inputs(general, *SIZES), truth=truth, **flags)

@@ -145,17 +145,52 @@ MUTATIONS = {
 }
 
 
+FLOATS = Tiling("float32", 64, 64, warps=2, block_m=32, block_n=32)
+ROUNDED = r"cvt\.rna\.tf32\.f32(\s+)(%r\d+), (%f\d+);"
+# The same of the kernel of float32: roundings are of q, k, p, v; loads 24 to 39 of values.
+MUTATIONS_OF_FLOAT32 = {
+    "not rounded": (ROUNDED, r"mov.b32\1\2, \3;", (0, 40, 100, 130)),
+    "a registers of rows exchanged": (*MUTATIONS["a registers exchanged"][:2], (0, 20, 40)),
+    "a registers of columns exchanged": (
+        r"(mma\S*\s+\{[^}]*\},\{%r\d+,)(%r\d+),(%r\d+),",
+        r"\g<1>\g<3>,\g<2>,",
+        (0, 20, 40),
+    ),
+    "b registers exchanged": (*MUTATIONS["b registers exchanged"][:2], (0, 20, 40)),
+    "c registers exchanged": (*MUTATIONS["c registers exchanged"][:2], (0, 20, 40)),
+    "matrix transposed": (*MUTATIONS["matrix transposed"][:2], (0, 3)),
+    "matrix from another place": (*MUTATIONS["matrix from another place"][:2], (3, 9)),
+    "values of another chunk": (
+        r"(ld\.shared\.v4\.b32 \{[^}]*\}, \[%r\d+)\+(\d+)\]",
+        r"\g<1>+1\g<2>]",
+        (26, 35),
+    ),
+    "values of another column": (
+        r"(ld\.shared\.v4\.b32 )\{(%r\d+),(%r\d+)",
+        r"\g<1>{\g<3>,\g<2>",
+        (26, 35),
+    ),
+    "columns of out exchanged": (
+        r"(st\.shared\.v4\.b32 \[[^]]*\], )\{(%r\d+),(%r\d+)",
+        r"\g<1>{\g<3>,\g<2>",
+        (-1, -6),
+    ),
+    "barrier dropped": (*MUTATIONS["barrier dropped"][:2], (0, 1)),
+    "wait dropped": (*MUTATIONS["wait dropped"][:2], (0, 1, 2)),
+}
+
+
 def mutated(text, pattern, replacement, number):
     place = list(re.finditer(pattern, text))[number]
     return text[: place.start()] + place.expand(replacement) + text[place.end() :]
 
 
-def result_of(ptx):
+def result_of(tiling, ptx):
     """out and lse of a causal call with two blocks of queries and four of keys."""
-    q, k, v = inputs(SMALL, 1, 1, 1, 60, 100)
+    q, k, v = inputs(tiling, 1, 1, 1, 60, 100)
     problem, operands = check(q, k, v, return_lse=True, causal=True)
     operands.out[...], operands.lse[...] = np.nan, np.nan
-    forward(SMALL, problem, operands, ptx=ptx)
+    forward(tiling, problem, operands, ptx=ptx)
     return operands.out, operands.lse
 
 
@@ -176,14 +211,23 @@ QUICK = (
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MUTATIONS]
 )
 def test_a_mutated_kernel_is_noticed(name):
+    assert_noticed(SMALL, *MUTATIONS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS_OF_FLOAT32)
+def test_a_mutated_kernel_of_float32_is_noticed(name):
+    assert_noticed(FLOATS, *MUTATIONS_OF_FLOAT32[name])
+
+
+def assert_noticed(tiling, pattern, replacement, numbers):
     need_numba_cuda()
-    pattern, replacement, numbers = MUTATIONS[name]
-    text = code(SMALL)
-    right = result_of(text)
+    text = code(tiling)
+    right = result_of(tiling, text)
     for number in numbers:
         try:
-            wrong = result_of(mutated(text, pattern, replacement, number))
+            wrong = result_of(tiling, mutated(text, pattern, replacement, number))
         except EmulationError:
             continue
         same = all(np.array_equal(x, y) for x, y in zip(right, wrong, strict=True))
-        assert not same, f"nobody notices: {name}, {number}"
+        assert not same, f"nobody notices: {pattern}, {number}"

@@ -14,8 +14,8 @@ from .tensor.tilings import SPLIT_N as TENSOR_SPLIT_N
 from .tensor.tilings import Tiling, forward_tiling, specialised_tiling
 from .tile import ROW_THREADS, SPLIT_N, WARP, gradient_tile, grid_of, pieces_of, splits_of, tile_of
 
-NO_TENSOR_CORES = "no tensor cores for both 16-bit types below compute capability {}.{}".format(
-    *compile.TENSOR_CORES.capability
+NO_TENSOR_CORES = "no tensor cores for {} below compute capability {}.{}".format(
+    "both 16-bit types and tf32", *compile.TENSOR_CORES.capability
 )
 
 
@@ -86,6 +86,7 @@ def choose(
         return _simt(problem, name, why_not)
     if device.capability == compile.WARPGROUPS.capability:
         why_not = no_maps if whole_rows else "no wgmma: rows are not whole chunks of 16 bytes"
+        why_not = "no wgmma: that kernel multiplies 16-bit types" if problem.tf32 else why_not
         if not why_not:
             specialised, why_not = specialised_tiling(problem, options, device.shared_bytes)
             tiling = specialised or tiling
@@ -110,7 +111,8 @@ def _tensor(problem: Problem, tiling: Tiling, device: str, why_not: str) -> Choi
     num_splits = -(-problem.seqlen_k // TENSOR_SPLIT_N) if tiling.packed else 1
     grid = tiling.grid(problem) * max(num_splits, 1), 1, 1
     name = "warpgroups" if tiling.specialised else "forward"
-    reason = f"tensor cores multiply {problem.variant.storage}, sums are float32"
+    factors = "float32 rounded to tf32" if problem.tf32 else problem.variant.storage
+    reason = f"tensor cores multiply {factors}, sums are float32"
     return Choice(
         Kernel((name, tiling), grid, tiling.threads, tiling.shared_bytes),
         name,

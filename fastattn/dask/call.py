@@ -73,6 +73,7 @@ class Call:
             "softcap": problem.softcap,
             "dropout_p": problem.dropout_p,
             "dropout_seed": problem.dropout_seed,
+            "precision": "tf32" if problem.tf32 else None,
             "alibi": self._alibi(index),
             **lengths,
             **self._modifiers(index, part),

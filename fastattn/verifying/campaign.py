@@ -183,7 +183,7 @@ def solve(trial: Trial, x: Inputs, name: str) -> float | None:
         found, most = peer.results(trial, x), peer.MOST_RATIO
     else:
         found, most = results(trial, x, name), 1.0
-    ratio = error_ratio(trial, x, found)
+    ratio = error_ratio(trial, x, found, name == "cuda")
     if not ratio <= most:
         raise WrongAnswer(f"the error is {ratio:.3g} times what is allowed")
     return ratio

@@ -44,6 +44,7 @@ class Case:
     dropout_p: float = 0.0
     modifiers: str = ""
     block: tuple[int, int] | None = None
+    precision: str = ""  # or "tf32"
     spread: float = 1.0  # standard deviation of q: large values make one key win
 
     def __str__(self) -> str:
@@ -61,6 +62,7 @@ class Case:
         parts += [f"drop{self.dropout_p}"] * bool(self.dropout_p)
         parts += [self.modifiers] * bool(self.modifiers)
         parts += ["block{}x{}".format(*self.block)] if self.block else []
+        parts += [self.precision] * bool(self.precision)
         parts += [self.lengths.replace(" ", "_")] * bool(self.lengths)
         parts += [f"mask_{self.mask}"] * bool(self.mask)
         parts += [f"bias_{self.bias}{self.bias_dtype}"] * bool(self.bias)
@@ -110,6 +112,8 @@ class Case:
             flags["sinks"] = rng.standard_normal(self.heads_q).astype(np.float32) * 3
         if self.dropout_p:
             flags |= {"dropout_p": self.dropout_p, "dropout_seed": seed + 3}
+        if self.precision:
+            flags["precision"] = self.precision
         return flags | self._lengths(rng)
 
     def _lengths(self, rng: np.random.Generator) -> dict[str, Any]:

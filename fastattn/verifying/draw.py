@@ -31,7 +31,7 @@ def draw(seed: int, number: int) -> Trial:
         seqlen_k = max(1, case.seqlen_k // page_size) * page_size
         case = replace(case, seqlen_k=seqlen_k, modifiers="")
     layouts = (_sometimes(random, 0.3, LAYOUTS), _sometimes(random, 0.3, LAYOUTS), "plain")
-    return Trial(
+    trial = Trial(
         case,
         kind,
         (*layouts[:2], _sometimes(random, 0.3, LAYOUTS)),
@@ -41,6 +41,9 @@ def draw(seed: int, number: int) -> Trial:
         page_size=page_size,
         seed=random.getrandbits(32),
     )
+    if case.dtype == "float32" and "backward" not in kind and random.random() < 0.25:
+        trial = replace(trial, case=replace(case, precision="tf32"))
+    return trial
 
 
 def _sometimes(random: Random, share: float, values: tuple[str, ...]) -> str:

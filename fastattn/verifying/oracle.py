@@ -16,6 +16,7 @@ WIDER = {"float64": np.longdouble}
 NO_WIDER = np.finfo(np.longdouble).eps == np.finfo(np.float64).eps
 # Distance of 1 from the next number, and of 0: rounding to nearest errs by half of it.
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+TF32_EPS = 2.0**-10
 TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 0.0}
 
 
@@ -44,14 +45,18 @@ def attention(
     change: Callable[[Any], Any] | None = None,
     keep: Any = None,
     dropout_p: float = 0.0,
+    tf32: bool = False,
     dtype: Any = np.float64,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (out, lse) in `dtype`. Shapes and meanings as in fastattn.attention.
 
+    `tf32` rounds the factors of both products, as tensor cores do.
     `change` is a score_mod, of all scores at once: (..., heads_q, seqlen_q, seqlen_k) to the same.
     `keep` is what dropout leaves, bool (..., heads_q, seqlen_q, seqlen_k).
     """
     q, k, v = (np.asarray(a).astype(dtype) for a in (q, k, v))
+    if tf32:
+        q, k, v = map(rounded_to_tf32, (q, k, v))
     matrices = q.ndim == k.ndim == v.ndim == 2
     q, k, v = (a if a.ndim > 2 else a[None] for a in (q, k, v))
     lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -87,12 +92,24 @@ def attention(
             keep, place = np.broadcast_arrays(keep, np.maximum(j, 0))
             keep = np.take_along_axis(keep, place, axis=-1)
             p = p * keep * dtype(0 if dropout_p == 1 else 1 / (1 - dropout_p))
-        out = _product(p, visible, v)
+        out = _product(rounded_to_tf32(p) if tf32 else p, visible, v)
     return (out[0], lse[0]) if matrices else (out, lse)
 
 
-def judge(q: Any, k: Any, v: Any, *, orders: int = 4, **flags: Any) -> tuple[Any, Any]:
+def rounded_to_tf32(x: np.ndarray) -> np.ndarray:
+    """Return the nearest numbers that have 11 significant bits, halves away from 0, and the
+    exponent of a float32. Infinities and NaNs stay.
+    """
+    bits = np.array(x, np.float32).view(np.uint32)
+    bits = np.where(np.isfinite(x), (bits + np.uint32(0x1000)) & ~np.uint32(0x1FFF), bits)
+    return bits.view(np.float32).astype(x.dtype)
+
+
+def judge(
+    q: Any, k: Any, v: Any, *, orders: int = 4, tf32: bool = False, **flags: Any
+) -> tuple[Any, Any]:
     """Return ((out, lse) exact, (out, lse) by the formula in the dtype of q, float32 for halves).
+    With `tf32`, the formula rounds the factors of its products.
 
     The formula's own error depends on the order in which a dot product is summed, by a factor of
     ten where the scores are large: it is evaluated for several orders of head_dim, and the worst is
@@ -102,7 +119,8 @@ def judge(q: Any, k: Any, v: Any, *, orders: int = 4, **flags: Any) -> tuple[Any
     dtype = np.float64 if q.dtype == np.float64 else np.float32
     rng = np.random.default_rng(0)
     places = [np.arange(q.shape[-1])] + [rng.permutation(q.shape[-1]) for _ in range(orders - 1)]
-    formulas = [attention(q[..., o], k[..., o], v, **flags, dtype=dtype) for o in places]
+    flags |= {"tf32": tf32, "dtype": dtype}
+    formulas = [attention(q[..., o], k[..., o], v, **flags) for o in places]
     pairs = [[(error_of(f[n], exact[n]), f[n]) for f in formulas] for n in range(2)]
     return exact, tuple(max(pair, key=lambda entry: entry[0])[1] for pair in pairs)
 

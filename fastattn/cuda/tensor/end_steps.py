@@ -7,7 +7,7 @@ import math
 from .mma import F32, I16, I32
 from .operation import floats, i64, operation, types, u32, void
 from .shapes import Shapes
-from .tiles import CHUNK, ITEM, Copy, SharedTile
+from .tiles import CHUNK_BYTES, Copy, SharedTile, elements_from
 from .tilings import Tiling
 
 LN_2, LOG2_E = math.log(2), 1 / math.log(2)
@@ -19,7 +19,7 @@ def end_steps(tiling: Tiling) -> dict:
     output = shapes.output
     state = floats(output.thread_rows)
     # The warp's own rows of q's memory, which nobody else reads.
-    staged = SharedTile(tiling.warp_m, tiling.head_dim_v, shapes.q.row_bytes)
+    staged = SharedTile(tiling.warp_m, tiling.head_dim_v, shapes.q.row_bytes, tiling.item)
     copying = Copy(staged, 32)
 
     def own_rows(e, rows):
@@ -79,13 +79,18 @@ def end_steps(tiling: Tiling) -> dict:
         first = e.mul(e.warp(), tiling.warp_m)
         lane = e.lane()
         base = e.add(base, e.mul(first, staged.row_bytes))
-        to = e.add(staged.address(e, base, e.shr(lane, 2), e.i32(0)), e.shl(e.both(lane, 3), 2))
+        if tiling.item == 2:  # a pair of neighbours is one of four words of a chunk
+            to, count = staged.address(e, base, e.shr(lane, 2), e.i32(0)), 2
+            to = e.add(to, e.shl(e.both(lane, 3), 2))
+        else:  # eight neighbours are two chunks
+            to, count = staged.address(e, base, e.shr(lane, 2), e.shl(e.both(lane, 3), 1)), 4
         for r in range(output.thread_rows):
-            for n in range(output.tiles[1]):
-                i = output.place(r // 2, n) + r % 2 * 2
-                pair = e.pack(*(e.b.fmul(x, factor[r]) for x in acc[i : i + 2]))
-                address, place = staged.moved(e, to, output.row_of(r), n)
-                e.store_shared(address, place, [pair])
+            row = output.of_row(r)
+            for n in range(0, len(row), count):
+                words = e.stored([e.b.fmul(acc[i], factor[r]) for i, _ in row[n : n + count]])
+                chunk = row[n][1] // staged.chunk
+                address, place = staged.moved(e, to, output.row_of(r), chunk)
+                e.store_shared(address, place, words)
         e.warp_barrier()
         row, chunk = copying.own(e)
         at = staged.address(e, base, row, chunk)
@@ -96,7 +101,7 @@ def end_steps(tiling: Tiling) -> dict:
         for more_rows, more_chunks in copying.passes():
             address, place = staged.moved(e, at, more_rows, more_chunks)
             wanted = e.less(e.add(row, more_rows), rows)
-            left = e.sub(columns, e.shl(e.add(chunk, more_chunks), 3))  # elements
+            left = elements_from(e, columns, e.add(chunk, more_chunks), tiling.item)
             to = e.add(out, e.mul(row_bytes, more_rows))
             words = e.load_shared_16(address, place)
             if tiling.strided:
@@ -104,7 +109,7 @@ def end_steps(tiling: Tiling) -> dict:
                 continue
             if tiling.padded:
                 wanted = e.b.and_(wanted, e.less(0, left))
-            to = e.add(to, more_chunks * CHUNK * ITEM)
+            to = e.add(to, more_chunks * CHUNK_BYTES)
             e.store_global("v4.b32", to, words, wanted)
 
     @operation(tiling.storage, void, state, i64, i64, i64)
@@ -117,7 +122,7 @@ def end_steps(tiling: Tiling) -> dict:
     def store_partial(e, acc, address, row_bytes, columns, rows):
         """acc as it is, float32."""
         columns = e.b.trunc(columns, I32)
-        column = e.shl(e.both(e.lane(), 3), 1)
+        column = e.mul(e.both(e.lane(), 3), output.neighbours)
         for r, (row, exists) in enumerate(own_rows(e, rows)):
             to = e.add(address, e.mul(e.i64(row), row_bytes))
             to = e.add(to, e.i64(e.shl(column, 2)))
@@ -146,7 +151,10 @@ def end_steps(tiling: Tiling) -> dict:
 
 def _store_elements(e, words, address, chunk, column_bytes, left, wanted):
     """The elements of a chunk, of which `left` exist, one by one."""
-    for i in range(CHUNK):
-        value = e.b.trunc(e.shr(words[i // 2], 16 * (i % 2)), I16)
-        at = e.add(address, e.mul(column_bytes, chunk * CHUNK + i))
-        e.store_global("b16", at, [value], e.b.and_(wanted, e.less(i, left)))
+    halves = 1 if e.storage == "tf32" else 2
+    for i in range(halves * len(words)):
+        value, kind = words[i // halves], "b32"
+        if halves == 2:
+            value, kind = e.b.trunc(e.shr(value, 16 * (i % 2)), I16), "b16"
+        at = e.add(address, e.mul(column_bytes, chunk * halves * len(words) + i))
+        e.store_global(kind, at, [value], e.b.and_(wanted, e.less(i, left)))

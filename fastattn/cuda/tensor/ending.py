@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from ..words import device
 from .operation import void
 from .placement import batch_entry, batch_offset, row_functions
-from .tilings import ITEM, Tiling
+from .tilings import Tiling
 
 
 def row_writer(tiling: Tiling, steps: SimpleNamespace, barrier: Callable, repair: Callable):
@@ -21,7 +21,7 @@ def row_writer(tiling: Tiling, steps: SimpleNamespace, barrier: Callable, repair
     finish, store_rows, store_lse = steps.finish, steps.store_rows, steps.store_lse
     rows_are, block_m = row_functions(tiling.packed), tiling.block_m
     place_of, rows_of, row_of = rows_are.place_of, rows_are.rows_of, rows_are.row_of
-    row_step = int(not tiling.packed)
+    row_step, item = int(not tiling.packed), tiling.item
 
     @device(void)
     def write(job, base, acc, row_max, row_sum, scale, lost):
@@ -33,9 +33,9 @@ def row_writer(tiling: Tiling, steps: SimpleNamespace, barrier: Callable, repair
         factor, lse = finish(row_max, row_sum, scale, sinks, rows)
         out = batch_offset(job.out_table, job.out_batch, batch) + head * job.out_head
         out_row = row_of(job.out_row, job.out_head)
-        out = job.out + ITEM * (out + first_query * job.out_row + m_start * out_row)
-        out_col = ITEM * job.out_col
-        store_rows(acc, factor, base, out, ITEM * out_row, job.head_dim_v, out_col, rows)
+        out = job.out + item * (out + first_query * job.out_row + m_start * out_row)
+        out_col = item * job.out_col
+        store_rows(acc, factor, base, out, item * out_row, job.head_dim_v, out_col, rows)
         if job.lse != 0:
             place = batch_offset(job.lse_table, job.lse_batch, batch) + head * job.lse_head
             lse_row = row_of(job.lse_row, job.lse_head)

@@ -19,7 +19,7 @@ from .options import option_functions
 from .placement import batch_entry, batch_offset, key_range, minus, near, row_functions
 from .repair import repairer
 from .shapes import Shapes
-from .tilings import ITEM, Tiling
+from .tilings import Tiling
 
 ONE = np.uint32(1)
 
@@ -27,7 +27,8 @@ ONE = np.uint32(1)
 def forward_kernel(tiling: Tiling) -> Source:
     """Return the kernel; its grid is m_blocks * heads_q * batch * num_splits."""
     steps, shapes = forward_steps(tiling), Shapes.of(tiling)
-    block_m, block_n = tiling.block_m, np.int32(tiling.block_n)
+    block_m, block_n, item = tiling.block_m, np.int32(tiling.block_n), tiling.item
+    rounds = tiling.storage == "float32"  # factors, to tf32
     k_start = shapes.q.nbytes
     v_start = k_start + tiling.stages * shapes.k.nbytes
     shared_base, commit, wait_for_all_but_one = steps.shared_base, steps.commit, steps.wait_one
@@ -76,21 +77,21 @@ def forward_kernel(tiling: Tiling) -> Source:
         lost = False  # whether a value that some row does not see was not finite
         n = reached(job, batch, head, m_start, rows, n, start, keys, hidden)
         if n >= start:
-            q_row = ITEM * row_of(job.q_row, job.q_head)
-            k_row, v_row = ITEM * job.k_row, ITEM * job.v_row
-            q_col, k_col, v_col = ITEM * job.q_col, ITEM * job.k_col, ITEM * job.v_col
+            q_row = item * row_of(job.q_row, job.q_head)
+            k_row, v_row = item * job.k_row, item * job.v_row
+            q_col, k_col, v_col = item * job.q_col, item * job.k_col, item * job.v_col
             q = batch_offset(job.q_table, job.q_batch, batch) + head * job.q_head
-            q = job.q + ITEM * (q + first_query * job.q_row) + m_start * q_row
-            k, v = job.k + ITEM * key_head * job.k_head, job.v + ITEM * key_head * job.v_head
+            q = job.q + item * (q + first_query * job.q_row) + m_start * q_row
+            k, v = job.k + item * key_head * job.k_head, job.v + item * key_head * job.v_head
             if paged:
                 k, v = k + k_offset(0, k_col), v + v_offset(0, v_col)
             else:
-                k += ITEM * batch_offset(job.k_table, job.k_batch, batch)
-                v += ITEM * batch_offset(job.v_table, job.v_batch, batch)
+                k += item * batch_offset(job.k_table, job.k_batch, batch)
+                v += item * batch_offset(job.v_table, job.v_batch, batch)
                 k += (first_key + n) * k_row + k_offset(k_row, k_col)
                 v += (first_key + n) * v_row + v_offset(v_row, v_col)
             table = job.block_table + 8 * batch * job.max_pages
-            page_size, k_page, v_page = job.page_size, ITEM * job.k_batch, ITEM * job.v_batch
+            page_size, k_page, v_page = job.page_size, item * job.k_batch, item * job.v_batch
             q_to, k_to, v_to = q_copy_to(base), k_copy_to(base + k_start), v_copy_to(base + v_start)
             load_q(q + q_offset(q_row, q_col), q_row, job.head_dim, q_col, q_to, rows)
             # Only the last block may have fewer keys than block_n; the others need no test.
@@ -105,7 +106,7 @@ def forward_kernel(tiling: Tiling) -> Source:
             else:
                 load_v_edge(v, v_row, job.head_dim_v, v_col, v_to, left)
             commit()
-            if job.q_sign != 1.0:
+            if rounds or job.q_sign != 1.0:
                 sign_q(q_to, job.q_sign)
             q_at, k_at, v_at = q_lane(base), k_lane(base + k_start), v_lane(base + v_start)
             now = np.uint32(0)  # which of the two buffers this step reads

@@ -54,16 +54,15 @@ def copy_steps(tiling: Tiling) -> dict:
 
     @operation(tiling.storage, void, u32, types.float64)
     def sign_q(e, shared, sign):
-        """q times the sign of scale: softmax() takes the maximum before it scales, by |scale|. Each
-        thread changes what it has copied itself.
+        """q times the sign of scale: softmax() takes the maximum before it scales, by |scale|. And
+        rounded, as factors are. Each thread changes what it has copied itself.
         """
         e.wait(1)
-        sign = e.b.fptrunc(sign, F32)
-        pair = e.pack(sign, sign)
+        times = e.times(e.b.fptrunc(sign, F32))
         for row, chunk in q_copy.passes():
             address, place = shapes.q.moved(e, shared, row, chunk)
-            changed = [e.times_pair(x, pair) for x in e.load_shared_16(address, place)]
-            e.store_shared(address, place, changed)
+            changed = [times(x) for x in e.load_shared_16(address, place)]
+            e.store_shared(address, place, e.rounded(changed))
 
     return steps | {
         "shared_base": shared_base,
@@ -94,6 +93,7 @@ def _tile_steps(tiling: Tiling, name: str, tile: SharedTile) -> dict:
             row_bytes,
             e.b.trunc(columns, I32) if tiling.padded or tiling.strided else None,
             column_bytes if tiling.strided else None,
+            tiling.item,
         )
         copying.start(e, source, shared, rows)
 
@@ -113,7 +113,7 @@ def _tile_steps(tiling: Tiling, name: str, tile: SharedTile) -> dict:
         first, size = e.b.trunc(first, I32), e.b.trunc(size, I32)
         columns = e.b.trunc(columns, I32) if tiling.padded else None
         pages, own_row = (table, first, size, page_bytes), copying.own(e)[0]
-        source = PagedSource(address, row_bytes, columns, pages, own_row, rows)
+        source = PagedSource(address, row_bytes, columns, pages, own_row, rows, tiling.item)
         copying.start(e, source, shared, rows)
 
     @operation(tiling.storage, u32, u32, u32)
@@ -143,16 +143,14 @@ def product_steps(tiling: Tiling) -> dict:
 
     @operation(tiling.storage, u32, u32)
     def v_lane(e, base):
-        return shapes.v.lane_address(e, base)
+        return shapes.v.lane_address_v(e, base)
 
     @operation(tiling.storage, floats(scores.size), u32, u32)
     def products(e, q, k):
         """q · k of the warp's rows and the block's keys."""
         return rows_by_rows(e, shapes.q, q, shapes.k, k, scores)
 
-    @operation(
-        tiling.storage, floats(output.size), floats(output.size), words(scores.size // 2), u32
-    )
+    @operation(tiling.storage, floats(output.size), floats(output.size), words(shapes.weights), u32)
     def add_values(e, acc, p, v):
         """acc + p · v."""
         return add_weighted_rows(e, acc, p, scores, shapes.v, v, output)
@@ -233,9 +231,9 @@ def softmax_steps(tiling: Tiling) -> dict:
             grown = changed if grown is None else e.b.or_(grown, changed)
         return [weights, new_max, new_sum, alphas, e.any_lane(grown)]
 
-    @operation(tiling.storage, words(scores.size // 2), floats(scores.size))
+    @operation(tiling.storage, words(shapes.weights), floats(scores.size))
     def pack(e, p):
-        """Pairs of neighbours, as add_values() takes them."""
+        """As add_values() takes them."""
         return packed(e, p)
 
     @operation(tiling.storage, floats(output.size), floats(output.size), types.float64)
@@ -264,8 +262,8 @@ def softmax_steps(tiling: Tiling) -> dict:
 
 
 def packed(e, p):
-    """Pairs of neighbours."""
-    return [e.pack(*pair) for pair in zip(p[::2], p[1::2], strict=True)]
+    """Floats as factors: pairs of neighbours, or each for itself."""
+    return e.rounded(p) if e.storage == "tf32" else e.stored(p)
 
 
 def _reduced(e, operation, values):

@@ -66,11 +66,10 @@ def gradient_steps(tiling) -> SimpleNamespace:
     @operation(storage, void, u32, types.float64)
     def signed(e, base, sign):
         """The tile at `base`, which has arrived, times the sign of scale."""
-        sign = e.b.fptrunc(sign, F32)
-        pair, shared = e.pack(sign, sign), own_copy.shared_address(e, base)
+        times, shared = e.times(e.b.fptrunc(sign, F32)), own_copy.shared_address(e, base)
         for row, chunk in own_copy.passes():
             address, place = own.moved(e, shared, row, chunk)
-            changed = [e.times_pair(x, pair) for x in e.load_shared_16(address, place)]
+            changed = [times(x) for x in e.load_shared_16(address, place)]
             e.store_shared(address, place, changed)
 
     @operation(storage, floats(scores.size), u32, u32)
@@ -82,7 +81,7 @@ def gradient_steps(tiling) -> SimpleNamespace:
 
     @operation(storage, floats(output.size), floats(output.size), words(scores.size // 2), u32)
     def add_product(e, acc, weights, other_base):
-        at = other.lane_address(e, other_base)
+        at = other.lane_address_v(e, other_base)
         return add_weighted_rows(e, acc, weights, scores, other, at, output)
 
     @operation(storage, floats(output.size))

@@ -46,6 +46,8 @@ def gradient_tiling(
     shared_limit  bytes of shared memory that a thread block may have
     """
     variant, largest = problem.variant, max(problem.head_dim, problem.head_dim_v)
+    if problem.tf32:
+        return None, "gradients of float32 are not rounded to tf32"
     if variant.storage not in ("float16", "bfloat16"):
         return None, f"tensor cores multiply 16-bit types, not {variant.storage}"
     if largest > WIDEST:

@@ -8,25 +8,33 @@ each output, with no register taken from the loop for a case that hardly ever co
 
 from __future__ import annotations
 
+from .mma import I32, INF
 from .operation import boolean, operation, u32, void
 from .shapes import Shapes
 from .tiles import Copy
 from .tilings import Tiling
 
-# Of two storage elements: their exponents, whose bits are all ones where they are not finite, and
-# what carries from such an exponent to the sign.
-EXPONENTS = {"float16": 0x7C007C00, "bfloat16": 0x7F807F80}
-CARRY = {"float16": 0x04000400, "bfloat16": 0x00800080}
-SIGNS = 0x80008000
+# Of the elements of a register: their exponents, whose bits are all ones where they are not finite,
+# and what carries from such an exponent to the sign. The last numbers of float32 are rounded to
+# infinity: all bits but the sign, and what carries from the first of them.
+EXPONENTS = {"float16": 0x7C007C00, "bfloat16": 0x7F807F80, "float32": 0x7FFFFFFF}
+CARRY = {"float16": 0x04000400, "bfloat16": 0x00800080, "float32": 0x00801000}
+SIGNS = {"float16": 0x80008000, "bfloat16": 0x80008000, "float32": 0x80000000}
+LARGEST_TF32 = (2 - 2**-10) * 2.0**127
 
 
 def carried(e, storage: str, x):
-    """The signs of those of a pair that are not finite."""
-    return e.both(e.add(e.both(x, EXPONENTS[storage]), CARRY[storage]), SIGNS)
+    """The signs of those elements of a register that are not finite."""
+    return e.both(e.add(e.both(x, EXPONENTS[storage]), CARRY[storage]), SIGNS[storage])
 
 
 def cleared(e, storage: str, x):
-    """A pair with 0 for what is not finite."""
+    """A register with 0 for what is not finite."""
+    if storage == "float32":  # and what would be rounded to infinity is finite
+        value, limit = e.as_float(x), e.f32(LARGEST_TF32)
+        near = e.fmax(e.fmin(value, limit), e.negative(limit))
+        finite = e.b.fcmp_ordered("<", e.absolute(value), e.f32(INF))
+        return e.b.bitcast(e.b.select(finite, near, e.f32(0)), I32)
     signs = carried(e, storage, x)
     # 0x8000 - 1 is 0x7FFF: the whole element
     return e.both(x, e.xor(e.b.or_(signs, e.sub(signs, e.shr(signs, 15))), -1))

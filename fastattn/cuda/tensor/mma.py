@@ -12,7 +12,7 @@ from llvmlite import ir
 I1, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 VOID = ir.VoidType()
-PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
+PTX_TYPE = {"float16": "f16", "bfloat16": "bf16", "float32": "tf32"}
 ALL_LANES = -1
 LARGEST, INF = 3.4028234663852886e38, float("inf")  # of float32
 MEMORY = "~{memory}"  # nothing may move across: loads and stores here are all inline PTX
@@ -22,7 +22,9 @@ class Emitter:
     """Emits instructions; int operands of its methods are constants."""
 
     def __init__(self, builder, storage: str, context=None):
-        """storage: the type of tensor-core operands, "float16" or "bfloat16"."""
+        """storage: "float16" or "bfloat16", which tensor cores multiply, or "float32", of which
+        they multiply what is left in 19 bits: tf32.
+        """
         self.b, self.storage, self._context = builder, PTX_TYPE[storage], context
 
     def call(self, function, signature, arguments):
@@ -170,11 +172,32 @@ class Emitter:
         text = f"cvt.rn.{self.storage}x2.f32 $0, $1, $2;"
         return self.asm(text, "=r,f,f", [I32], [high, low])
 
-    def times_pair(self, x, factor):
-        """Two storage elements, both times the same: a register that holds it twice."""
+    def rounded(self, registers: list):
+        """Storage elements as factors of mma: float32 to the nearest tf32, others as they are."""
+        if self.storage != "tf32":
+            return registers
+        # mma itself would cut the last 13 bits off, and err twice as much, to one side.
+        text, constraints = "cvt.rna.tf32.f32 $0, $1;", "=r,f"
+        return [self.asm(text, constraints, [I32], [self.as_float(x)]) for x in registers]
+
+    def as_float(self, x):
+        """A register's bits as a float."""
+        return x if x.type == F32 else self.b.bitcast(x, F32)
+
+    def stored(self, values: list):
+        """Floats -> registers of storage elements, the first ones in the lowest bits."""
+        if self.storage == "tf32":
+            return [self.b.bitcast(x, I32) for x in values]
+        return [self.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
+
+    def times(self, factor):
+        """A function: a register of storage elements, each times the float `factor`."""
+        if self.storage == "tf32":
+            return lambda x: self.b.fmul(self.as_float(x), factor)
         # bfloat16 has no mul before sm_90; -0.0 added leaves every product as it is.
         text = f"{{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.{self.storage}x2 $0, $1, $2, z; }}"
-        return self.asm(text, "=r,r,r", [I32], [x, factor])
+        pair = self.pack(factor, factor)
+        return lambda x: self.asm(text, "=r,r,r", [I32], [x, pair])
 
     def lane_xor(self, x, mask: int):
         """x of the lane whose number differs in these bits."""
@@ -202,9 +225,12 @@ class Emitter:
     # Tensor cores
 
     def mma(self, a, b, c):
-        """16 x 8 floats: c + a @ b, a of 16 x 16 (4 registers), b of 16 x 8 (2), c of 4 floats."""
+        """16 x 8 floats: c + a @ b, a of 16 x 16 (4 registers), b of 16 x 8 (2), c of 4 floats. Of
+        tf32, a is 16 x 8 and b 8 x 8.
+        """
+        depth = 8 if self.storage == "tf32" else 16
         text = (
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{self.storage}.{self.storage}.f32 "
+            f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{self.storage}.{self.storage}.f32 "
             "{$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
         )
         return self.asm(text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [F32] * 4, [*a, *b, *c])

@@ -18,12 +18,18 @@ class Shapes:
     scores: Accumulator
     output: Accumulator
 
+    @property
+    def weights(self) -> int:
+        """Registers of a thread for the scores as factors of the next product."""
+        return self.scores.size * self.v.item // 4
+
     @classmethod
     def of(cls, tiling: Tiling) -> Shapes:
+        v = SharedTile.of(tiling.block_n, tiling.head_dim_v, item=tiling.item)
         return cls(
-            SharedTile.of(tiling.block_m, tiling.head_dim, tiling.head_dim_v),
-            SharedTile.of(tiling.block_n, tiling.head_dim),
-            SharedTile.of(tiling.block_n, tiling.head_dim_v),
+            SharedTile.of(tiling.block_m, tiling.head_dim, tiling.head_dim_v, item=tiling.item),
+            SharedTile.of(tiling.block_n, tiling.head_dim, item=tiling.item),
+            v,
             Accumulator(tiling.warp_m, tiling.block_n),
-            Accumulator(tiling.warp_m, tiling.head_dim_v),
+            Accumulator(tiling.warp_m, tiling.head_dim_v, v.v_neighbours),
         )

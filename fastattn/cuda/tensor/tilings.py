@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from ...modifier import Modifier
 from ...problem import Problem
 
-ITEM = 2  # bytes of a storage element
+ITEM = 2  # bytes of a storage element, unless it is float32
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what kernels are compiled for; others are padded to the next
+Shape = tuple[int, int, int]  # warps, block_m, block_n
 BARRIER_BYTES = 128  # of a specialised kernel: one for q, and four for each buffer
 
 
@@ -18,7 +19,7 @@ class Tiling:
     cache key.
     """
 
-    storage: str  # "float16" or "bfloat16"
+    storage: str  # "float16", "bfloat16", or "float32", whose factors are rounded to tf32
     head_dim: int  # of HEAD_DIMS
     head_dim_v: int
     warps: int
@@ -39,6 +40,11 @@ class Tiling:
     specialised: bool = False
 
     @property
+    def item(self) -> int:
+        """Bytes of a storage element."""
+        return 4 if self.storage == "float32" else ITEM
+
+    @property
     def threads(self) -> int:
         return 32 * self.warps + 128 * self.specialised
 
@@ -47,9 +53,12 @@ class Tiling:
         """Thread blocks that a multiprocessor must hold; 0 = as many as ptxas likes."""
         # It would like three, in 168 registers, and then spills: at head_dim 64, with options, 32
         # bytes for sm_90 and 136 for sm_120. Two have 255. Of four, for 32 keys a step, 40.
-        # One warp that looks up pages would have 128, and spill 88 at head_dim 128.
-        crowded = self.general or self.strided or self.block_n == 32
-        return 2 if self.paged or (crowded and not self.packed) else 0
+        # One warp that looks up pages would have 128, and spill 88 at head_dim 128; one of float32
+        # 96 at head_dim 64, and 20. Of eight warps, two blocks have 128, and spill 472.
+        if self.packed:
+            return 2 if self.paged or self.item > ITEM else 0
+        crowded = self.general or self.strided or self.block_n <= 32
+        return 2 if self.paged or (crowded and self.warps < 8) else 0
 
     @property
     def warp_m(self) -> int:
@@ -74,7 +83,7 @@ class Tiling:
     @property
     def shared_bytes(self) -> int:
         def row(columns: int) -> int:
-            return -(-columns * ITEM // 128) * 128
+            return -(-columns * self.item // 128) * 128
 
         keys = self.stages * self.block_n * (row(self.head_dim) + row(self.head_dim_v))
         barriers = BARRIER_BYTES if self.specialised else 0
@@ -86,15 +95,27 @@ class Tiling:
 # from shared memory for each product, which would else be the limit; from 192 on, the output of 32
 # rows does not fit into the registers. tests/test_cuda_code.py holds what ptxas says of each.
 SHAPES = {
-    64: ((4, 128, 64),),
+    64: ((4, 128, 64), (4, 64, 64)),
     96: ((4, 128, 64), (4, 64, 64)),
     128: ((4, 128, 64), (4, 64, 64)),
     192: ((8, 128, 64), (4, 64, 64), (4, 64, 32)),
     256: ((8, 128, 64), (4, 64, 64), (4, 64, 32)),
 }
+# Of float32, whose rows have twice the bytes. With 64 keys of head_dim 128, ptxas spills 412 bytes;
+# with 64 rows and 16 keys of 256 that are padded, 12.
+SHAPES_OF_FLOAT32 = {
+    64: ((4, 128, 64), (4, 64, 64), (4, 64, 32)),
+    96: ((4, 128, 32), (4, 64, 32)),
+    128: ((4, 128, 32), (4, 64, 32)),
+    192: ((8, 128, 32), (4, 64, 32), (4, 64, 16)),
+    256: ((4, 64, 32), (2, 32, 16)),
+}
 # For one query: a thread block is one warp, so that its rows are no more than the tensor cores'
 # least, and a multiprocessor has three of them, whose copies are on their way together.
 PACKED = (1, 16, 64)
+# Of float32. Of head_dim 192 and 32 keys, ptxas spills 24 bytes for sm_80.
+PACKED_OF_FLOAT32 = {64: (1, 16, 32), 96: (1, 16, 32), 128: (1, 16, 32)}
+PACKED_OF_FLOAT32 |= {192: (1, 16, 16), 256: (1, 16, 16)}
 # Keys of a part, for one query: parts are merged afterwards. Always the same number: what else is
 # in a batch must not change a result. A row of float32 for each head of a group is then written for
 # 256 keys and values read: 3 % more for a group of 8.
@@ -117,38 +138,25 @@ def forward_tiling(
     strided       a row of q, k, v or out is not whole chunks of 16 aligned bytes
     shared_limit  bytes of shared memory that a thread block may have
     """
-    variant, largest = problem.variant, max(problem.head_dim, problem.head_dim_v)
-    if variant.storage not in ("float16", "bfloat16"):
-        return None, f"tensor cores multiply 16-bit types, not {variant.storage}"
-    if largest > HEAD_DIMS[-1]:
-        return None, f"head_dim is above {HEAD_DIMS[-1]}"
-    if variant.paged and strided:
-        return None, "rows of pages are not whole chunks of 16 aligned bytes"
-    general = _is_general(problem, options)
-    head_dim, head_dim_v = (
-        next(width for width in HEAD_DIMS if width >= size)
-        for size in (problem.head_dim, problem.head_dim_v)
-    )
-    padded = (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v)
+    variant, general = problem.variant, _is_general(problem, options)
+    why_not = _why_none(problem, general, strided)
+    if why_not:
+        return None, why_not
+    head_dim, head_dim_v = (_padded(size) for size in (problem.head_dim, problem.head_dim_v))
     packed = problem.seqlen_q == 1 and not general
+    padded = (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v)
+    crowded = general or strided or variant.paged
+    small = crowded or padded or shared_limit < LARGE or problem.seqlen_q <= FEW_ROWS
     widest = max(head_dim, head_dim_v)
-    # One warp that copies all elements of wider rows one by one spills 590 to 1120 bytes.
-    if packed and strided and widest > HEAD_DIMS[0]:
-        return None, "rows for one query are not whole chunks of 16 aligned bytes"
-    small = (
-        general
-        or padded
-        or strided
-        or variant.paged
-        or shared_limit < LARGE
-        or problem.seqlen_q <= FEW_ROWS
-    )
-    for shape in _shapes(widest, small, general or strided or variant.paged):
+    shapes = _shapes(problem, widest, small, crowded)
+    if packed:
+        shapes = [PACKED_OF_FLOAT32[widest] if problem.tf32 else PACKED]
+    for shape in shapes:
         tiling = Tiling(
             variant.storage,
             head_dim,
             head_dim_v,
-            *(PACKED if packed else shape),
+            *shape,
             padded=padded,
             strided=strided,
             general=general,
@@ -160,6 +168,29 @@ def forward_tiling(
         if tiling.shared_bytes <= shared_limit:
             return tiling, ""
     return None, "a thread block has too little shared memory"
+
+
+def _padded(size: int) -> int:
+    """The head_dim of the kernels that run this one."""
+    return next(width for width in HEAD_DIMS if width >= size)
+
+
+def _why_none(problem: Problem, general: bool, strided: bool) -> str:
+    """Why no kernel runs a problem, whatever the device; "" if one does."""
+    variant, largest = problem.variant, max(problem.head_dim, problem.head_dim_v)
+    if variant.storage not in ("float16", "bfloat16") and not problem.tf32:
+        allowed = " unless precision='tf32'" if variant.storage == "float32" else ""
+        return f"tensor cores multiply 16-bit types, not {variant.storage}{allowed}"
+    if largest > HEAD_DIMS[-1]:
+        return f"head_dim is above {HEAD_DIMS[-1]}"
+    if variant.paged and strided:
+        return "rows of pages are not whole chunks of 16 aligned bytes"
+    # One warp that copies all elements of wider rows one by one spills 590 to 1120 bytes.
+    if problem.seqlen_q == 1 and not general and strided and largest > HEAD_DIMS[0]:
+        return "rows for one query are not whole chunks of 16 aligned bytes"
+    if problem.tf32 and strided and _padded(largest) >= WIDE:  # which spills 16 to 320 bytes
+        return "rows of more than 128 float32 are not whole chunks of 16 aligned bytes"
+    return ""
 
 
 # (warps that multiply, block_m, block_n) of the specialised kernel for each head_dim. All registers
@@ -204,8 +235,11 @@ def _is_general(problem: Problem, options: bool) -> bool:
     return options or modified or bool(problem.softcap or problem.chunk or problem.dropout_p)
 
 
-def _shapes(head_dim: int, small: bool, crowded: bool) -> list[tuple[int, int, int]]:
-    """(warps, block_m, block_n) to try; small: 16 rows for each of four warps."""
+def _shapes(problem: Problem, head_dim: int, small: bool, crowded: bool) -> list[Shape]:
+    """Those to try; small: of no more than 64 rows, 16 for each warp."""
     most_keys = 32 if crowded and head_dim >= WIDE else 64
-    shapes = [shape for shape in SHAPES[head_dim] if shape[2] <= most_keys]
-    return [(4, 64, block_n) for _, _, block_n in shapes] if small else shapes
+    if problem.tf32 and crowded:
+        most_keys //= 2
+    shapes = (SHAPES_OF_FLOAT32 if problem.tf32 else SHAPES)[head_dim]
+    most_rows = 64 if small else 128
+    return [s for s in shapes if s[1] <= most_rows and s[2] <= most_keys]
