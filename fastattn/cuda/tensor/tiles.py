@@ -112,12 +112,12 @@ class SharedTile:
     @property
     def v_columns(self) -> int:
         """Those that v_operands() loads at once."""
-        return 16 if self.item == ITEM else LINE // self.item
+        return 16 if self.item == ITEM else 32
 
     @property
     def v_neighbours(self) -> int:
         """Accumulator.neighbours of a product with this tile."""
-        return self.v_columns // 8 if self.item == ITEM else self.v_columns // 4
+        return 2 if self.item == ITEM else 8
 
 
 @dataclass(frozen=True)
