@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -63,3 +66,16 @@ def test_examples_of_the_readme_run():
         exec(code, names)
     assert names["dq"].shape == names["q"].shape
     assert names["y"].shape == (1, 512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["arrays", "flash_attn", "jax", "onnx", "torch"])
+def test_examples_of_a_page_run(page):
+    """The others name files, a cluster or a model that are not here."""
+    code = "\n".join(python_blocks((ROOT / f"docs/{page}.md").read_text(encoding="utf-8")))
+    for package in set(re.findall(r"^(?:import|from) (torch|jax|onnx)\b", code, re.MULTILINE)):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
