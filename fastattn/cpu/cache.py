@@ -20,21 +20,49 @@ MAGIC = b"fastattn object 1\n"
 DIGEST = hashlib.sha256
 
 
+# Sources that take part in kernels: cpu/ and cuda/, what they import, and one with kernels of its
+# own. What was compiled survives an edit of all others; tests/test_cache_sources.py looks at both.
+FOLDERS = ("cpu", "cuda")
+BESIDE = (
+    "arguments",
+    "arrays",
+    "benchmark/roofline",
+    "block_mask",
+    "dropout",
+    "guards",
+    "kinds",
+    "large_rows",
+    "machine",
+    "modifier",
+    "normal",
+    "optional",
+    "problem",
+    "results",
+    "trace",
+)
+
+
+def sources() -> list[Path]:
+    """The files that kernels are made of."""
+    root = Path(__file__).parent.parent
+    files = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+    return files + [path for name in BESIDE if (path := root / f"{name}.py").is_file()]
+
+
 @functools.cache
 def source_digest() -> bytes:
-    """Digest of the package's sources: an edit anywhere makes every cached kernel unknown.
+    """Digest of sources(): an edit there makes every cached kernel unknown.
 
     b"" where they cannot be read (from a zip file, or frozen): nothing can be known of old code.
     """
-    digest, root = DIGEST(), Path(__file__).parent.parent
-    paths = sorted(root.rglob("*.py"))
+    digest, root, paths = DIGEST(), Path(__file__).parent.parent, sources()
     for path in paths:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.digest() if paths else b""
 
 
 def entry_name(*parts: Hashable) -> str:
-    """The file name of what was made from the present sources and these parts."""
+    """The file name of what was made from the present sources() and these parts."""
     return DIGEST(source_digest() + repr(parts).encode()).hexdigest()[:40]
 
 

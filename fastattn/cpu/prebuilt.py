@@ -1,6 +1,6 @@
 """Kernels that come with the package, compiled when it was built, for machines with a name.
 
-They are images, keyed by the package's sources: a copy that was edited does not find them. A source
+They are images, keyed by the sources of kernels: a copy where those were edited finds none. A source
 tree has none.
 """
 
