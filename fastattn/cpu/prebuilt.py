@@ -1,7 +1,7 @@
 """Kernels that come with the package, compiled when it was built, for machines with a name.
 
-They are images, keyed by the sources of kernels: a copy where those were edited finds none. A source
-tree has none.
+They are images, keyed by the sources of kernels: a copy where those were edited finds none. A
+source tree has none.
 """
 
 from __future__ import annotations
