@@ -271,3 +271,19 @@ def test_dropout_of_tensors_follows_torch(torch):
         results.append(flash_attn.flash_attn_func(q, v, v, 0.5))
     assert (results[0] == results[1]).all()
     assert (results[0] != flash_attn.flash_attn_func(q, v, v, 0.5)).any()
+
+
+def test_what_cannot_be_recorded(torch):
+    q = torch.ones(3, 2, 8, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"^q must have shape \(batch, seqlen, heads, dim\), got"
+    ):
+        flash_attn.flash_attn_func(q, q, q)
+
+
+def test_probabilities_of_pages_are_refused():
+    q, edges = np.ones((3, 2, 8), F4), [0, 3]
+    pages = np.ones((1, 4, 2, 8), F4)
+    options = {"block_table": [[0]], "dropout_p": 0.5, "return_attn_probs": True}
+    with pytest.raises(ValueError, match="return_attn_probs must be False with dropout and block"):
+        flash_attn.flash_attn_varlen_func(q, pages, pages, edges, edges, **options)

@@ -181,6 +181,7 @@ def test_gradients_of_sinks_and_modifiers(torch, rng):
     assert tokens.grad.abs().sum() > 0
 
 
+QV = np.ones((1, 3, 2, 8), F4)
 RULES = [
     (
         {"window_size": (5, -1)},
@@ -190,6 +191,10 @@ RULES = [
     ({"gather_kv_indices": [0]}, "gather_kv_indices must be None: fastattn has no such function"),
     ({"learnable_sink": np.ones(3, F4)}, "learnable_sink must have shape (2,), got (3,)"),
     ({"block_sparse_tensors": 1}, "block_mask must be what create_block_mask() returns"),
+    (
+        {"qv": QV, "v": np.ones((1, 9, 2, 8), F4)},
+        "v must have the shape of k but for the last axis",
+    ),
     ({"qv": np.ones((1, 3, 1, 8), F4)}, "qv must have the shape of q but for the last axis, got ("),
 ]
 
@@ -198,7 +203,7 @@ RULES = [
 def test_rule(change, message):
     q = np.ones((1, 3, 2, 8), F4)
     with pytest.raises(RuntimeError) as caught:
-        cute.flash_attn_func(q, q, q, **change)
+        cute.flash_attn_func(**{"q": q, "k": q, "v": q} | change)
     assert str(caught.value).startswith(message)
 
 

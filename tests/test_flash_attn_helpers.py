@@ -128,10 +128,16 @@ def test_rotary_of_halves_rounds_once(rng):
     np.testing.assert_array_equal(apply_rotary_emb(x, cos, sin), exact.astype("f2"))
 
 
+READ_ONLY = np.broadcast_to(np.ones((), F4), (1, 4, 2, 8))
 ROTARY_RULES = [
     ({"x": np.ones((4, 2, 8), F4)}, "x must have shape (batch, seqlen, heads, head_dim), got (4, "),
     ({"cu_seqlens": [0, 4]}, "x must have shape (tokens, heads, head_dim), got (1, 4, 2, 8)"),
     ({"cos": np.ones((4, 4))}, "cos must have the dtype of what it turns, float32, got float64"),
+    ({"cos": np.ones(4, F4)}, "cos must have shape (positions, rotary_dim / 2), got (4,)"),
+    (
+        {"inplace": True, "x": READ_ONLY},
+        "x must be writeable, native and aligned, got float32 with ",
+    ),
     ({"cos": np.ones((4, 5), F4)}, "cos and sin must have the same shape, of at most half the h"),
     ({"seqlen_offsets": 1}, "cos must have a row for each position from 0 to 4, got 4"),
     ({"seqlen_offsets": -1}, "seqlen_offsets must lie between 0 and"),

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from fastattn import optional
+
 TIMES = """
 import json, time
 start = time.process_time()
@@ -98,3 +100,31 @@ except ImportError as error:
 """
     needs = f"fastattn.{name} needs {name}, which is not installed"
     assert fresh(code) == f"{needs}: pip install 'fastattn[{name}]'"
+
+
+def test_jax_that_means_something_else_is_refused():
+    code = """
+import sys, types, fastattn
+jax = sys.modules["jax"] = types.ModuleType("jax")
+jax.__version__, jax.__version_info__ = "0.8.2", (0, 8, 2)
+try:
+    fastattn.jax
+except ImportError as error:
+    print(error)
+"""
+    assert fresh(code).startswith("fastattn.jax needs jax 0.8.3 or newer, got 0.8.2: pip install")
+
+
+@pytest.mark.parametrize(
+    ("package", "call"),
+    [
+        ("ml_dtypes", lambda: optional.bfloat16.__wrapped__()),
+        ("matplotlib.pyplot", lambda: optional.pyplot("a picture")),
+    ],
+)
+def test_the_absence_of_parts_of_packages(package, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    name = package.split(".")[0]
+    why = f" needs {name}, which is not installed: pip install {name}$"
+    with pytest.raises(ImportError, match=why):
+        call()
