@@ -43,10 +43,10 @@ from fastattn.problem import Variant
 PIECES = {
     "queries in": ["rows.pack_q"],
     "packing": ["forward.pack_k", "forward.pack_v"],
-    "scores": ["products.score_block", "products.few_scores"],
+    "scores": ["products.asking_scores", "products.few_scores"],
     "masks": ["forward.scores_block", "forward.mask_block"],
     "softmax": ["forward.softmax_block"],  # and the output within it
-    "output": ["products.output_block", "products.few_outputs"],
+    "output": ["products.asking_outputs", "products.few_outputs"],
     "rows out": ["rows.write_rows"],
     "rest": ["forward.work_item"],  # and all others within it
 }

@@ -88,11 +88,12 @@ def product_loop(target, dtype, transposed=False):
     from fastattn.cpu.registers import ITEMSIZE, jit
 
     real, (mr, nv) = pointer_to(dtype), tile_shape(target.unit)
-    tile = product(dtype, target.unit.lanes(ITEMSIZE[dtype]), mr, nv, transposed)
+    tile = product(dtype, target.unit.lanes(ITEMSIZE[dtype]), mr, nv, transposed, besides=True)
 
     @jit
     def body(job):
-        tile(real(job[0]), job[1], real(job[2]), job[3], real(job[4]), job[5], job[6], job[7])
+        a, b, c, line = real(job[0]), real(job[2]), real(job[4]), real(job[8])
+        tile(a, job[1], b, job[3], c, job[5], job[6], job[7], line, job[9])
 
     (loop,) = loops(compile.assembly(wrapped(body), target))
     return loop
@@ -108,8 +109,9 @@ def test_tile_is_fused_multiply_adds_without_spills(target, dtype, transposed):
     loop = product_loop(target, dtype, transposed)
     assert count(fused(target, dtype), loop) == mr * nv
     assert not on_stack(loop)
-    # Beyond them: nv loads, a broadcast and perhaps a pointer a row, and the loop's end.
-    assert len(loop) <= mr * nv + nv + 2 * mr + 6
+    # Beyond them: nv loads, a broadcast and perhaps a pointer a row, a line asked for besides, and
+    # the loop's end.
+    assert len(loop) <= mr * nv + nv + 2 * mr + 8
 
 
 @on_each_target

@@ -8,9 +8,28 @@ from __future__ import annotations
 import functools
 
 from ..problem import Variant
-from .fields import BATCH, COUNT, FIRST_BIAS, FIRST_QUERY, HEAD, ROW, batch_offset, field
+from .asks import forget, want
+from .fields import (
+    ASKS,
+    BATCH,
+    COUNT,
+    FIRST_BIAS,
+    FIRST_QUERY,
+    HEAD,
+    KEYS,
+    NEXT,
+    NUMBER,
+    OFFSET_IN_KEYS,
+    ROW,
+    batch_offset,
+    field,
+    high_key,
+    low_key,
+)
+from .items import describe_item
 from .job import LINE
-from .memory import pointer_to, prefetch
+from .memory import address, at, pointer_to, prefetch
+from .pages import key_rows
 from .registers import ITEMSIZE, jit
 
 BYTES = pointer_to("bool")
@@ -61,3 +80,53 @@ def ask_for_output(variant: Variant):
         ask(field(job, "out"), place, field(job, "head_dim_v"), itemsize)
 
     return run
+
+
+@functools.cache
+def ask_for_next(variant: Variant):
+    """Kernel: let the products of a block ask for what is packed after it: the keys and values of
+    the item's next block, or queries, keys and values of the item that this thread will likely do
+    next. Not where keys lie on pages, nor for few rows, which read them as they lie.
+
+    k, v, rows, keys, beyond  as of pages.key_rows()
+    """
+    size, find = ITEMSIZE[variant.storage], key_rows(variant)
+
+    @jit
+    def on_pages(job, item, k, k_row, v, v_row, keys, beyond, few):
+        forget(at(item, ASKS))
+
+    @jit
+    def want_keys(job, asks, k, k_row, v, v_row, keys):
+        want(asks, address(k), k_row * size, keys, field(job, "head_dim") * size)
+        want(asks, address(v), v_row * size, keys, field(job, "head_dim_v") * size)
+
+    @jit
+    def want_item(job, asks, item):
+        row, count = item[ROW], item[COUNT]
+        group, block_n = field(job, "group"), field(job, "block_n")
+        if group == 1:  # else rows are not in even steps
+            place = batch_offset(field(job, "q_table"), field(job, "q_batch"), item[BATCH])
+            place += item[HEAD] * field(job, "q_head")
+            place += (item[FIRST_QUERY] + row) * field(job, "q_row")
+            place, step = field(job, "q") + place * size, field(job, "q_row") * size
+            want(asks, place, step, count, field(job, "head_dim") * size)
+        start = low_key(job, row // group + item[OFFSET_IN_KEYS]) // block_n * block_n
+        stop = high_key(job, (row + count - 1) // group + item[OFFSET_IN_KEYS], item[KEYS])
+        keys = min(stop - start, block_n)
+        want_keys(job, asks, *find(job, item, start, keys, keys), keys)
+
+    @jit
+    def run(job, item, k, k_row, v, v_row, keys, beyond, few):
+        asks, number = at(item, ASKS), item[NUMBER] + field(job, "num_threads")
+        forget(asks)
+        if few:
+            return
+        if beyond > keys:
+            more = min(beyond - keys, field(job, "block_n"))
+            want_keys(job, asks, at(k, keys * k_row), k_row, at(v, keys * v_row), v_row, more)
+        elif number < field(job, "num_items"):
+            describe_item(job, number, at(item, NEXT))
+            want_item(job, asks, at(item, NEXT))
+
+    return on_pages if variant.paged else run

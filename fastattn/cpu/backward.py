@@ -37,7 +37,7 @@ from .fields import (
     high_key,
     low_key,
 )
-from .forward import read_ranges
+from .items import read_ranges
 from .job import DONE, ITEM_SIZE
 from .masking import mask_block, scores_block
 from .memory import at, load_acquire, pause, pointer_to, store_release

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..machine import VectorUnit
 from ..problem import Variant
 from .fields import BATCH, COUNT, HEAD, INTEGERS, drawing_items, field
-from .forward import read_ranges
+from .items import read_ranges
 from .memory import at, pointer_to
 from .registers import ITEMSIZE, jit
 from .rows import write_rows

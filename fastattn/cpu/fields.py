@@ -21,6 +21,9 @@ KEYS = 5  # keys of this batch entry
 FIRST_KEY = 6  # where they start in k and v
 FIRST_BIAS = 7  # where they start in mask and bias
 FIRST_QUERY = 8  # where the queries start in q, out and lse
+NUMBER = 9  # its place in the list of all
+NEXT = 16  # from here on, the numbers of an item that this thread may do next
+ASKS = 32  # and what products ask for: see asks.py
 
 INTEGERS = pointer_to("int64")
 PATIENCE = 1 << 12  # pauses, of 10 to 40 ns each: about the time that being woken by another takes

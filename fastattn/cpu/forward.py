@@ -20,13 +20,11 @@ import numpy as np
 from ..machine import VectorUnit
 from ..problem import Variant
 from . import products, rows
-from .ahead import ask_for_output, ask_for_scores
+from .ahead import ask_for_next, ask_for_output, ask_for_scores
 from .fields import (
+    ASKS,
     BATCH,
     COUNT,
-    FIRST_BIAS,
-    FIRST_KEY,
-    FIRST_QUERY,
     HEAD,
     INTEGERS,
     KEYS,
@@ -38,6 +36,7 @@ from .fields import (
     low_key,
     next_row,
 )
+from .items import describe_item
 from .job import ITEM_SIZE, ROWS_AFTER
 from .masking import mask_block, scores_block
 from .memory import address, at, pointer_to
@@ -66,7 +65,7 @@ def softmax_block(variant: Variant, unit: VectorUnit):
     dtype = variant.dtype
     lanes = unit.lanes(ITEMSIZE[dtype])
     largest, update, drop = row_top(dtype, lanes), row_update(dtype, lanes), drop_row(dtype, lanes)
-    add_output, add_few = products.output_block(dtype, unit), products.few_outputs(dtype, unit)
+    add_output, add_few = products.asking_outputs(dtype, unit), products.few_outputs(dtype, unit)
     add_carefully, ask_output = products.careful_product(dtype, unit), ask_for_output(variant)
     scalar = getattr(np, dtype)
 
@@ -131,7 +130,8 @@ def softmax_block(variant: Variant, unit: VectorUnit):
                 add_carefully(at(p, m * s_stride), v, panel_n, begin, end, out, acc_stride)
         elif panel_n != 0:
             width = field(job, "head_dim_v")
-            add_output(p, s_stride, count, v, panel_n, begin, end, acc, acc_stride, width)
+            to = acc, acc_stride, width, at(item, ASKS)
+            add_output(p, s_stride, count, v, panel_n, begin, end, *to)
         else:
             add_few(p, s_stride, count, v, rs_v, begin, end, acc, acc_stride)
 
@@ -150,13 +150,13 @@ def key_block(variant: Variant, unit: VectorUnit):
     mr, nv = tile_shape(unit)
     nr = nv * lanes
     pack_keys, pack_values = pack_k(dtype, unit, storage), pack_v(dtype, unit, storage)
-    score_packed = products.score_block(dtype, unit)
+    score_packed = products.asking_scores(dtype, unit)
     score_few = products.few_scores(dtype, unit, storage)
     change, apply_mask = scores_block(variant, lanes), mask_block(variant, lanes)
     fold, mark_lost = softmax_block(variant, unit), mark_overflow(variant, unit)
     find_rows, real, as_stored = key_rows(variant), pointer_to(dtype), storage == dtype
     has_score_mod, has_mask_mod = variant.score_mod is not None, variant.mask_mod is not None
-    few_rows = products.FEW_ROWS
+    few_rows, ask_next = products.FEW_ROWS, ask_for_next(variant)
 
     @jit
     def run(job, item, n_start, q_rows, acc, row_max, row_sum, panels, s):
@@ -208,6 +208,7 @@ def key_block(variant: Variant, unit: VectorUnit):
             values, panel_n = at(panels, block_n * head_dim), block_n
             unsafe = pack_values(v, v_row, v_col, keys, block_n, head_dim_v, values)
 
+        ask_next(job, item, k, k_row, v, v_row, keys, beyond, few)
         strip = mc if shared else STRIP * mr
         for step in range((count + strip - 1) // strip):
             m = step * strip
@@ -234,7 +235,8 @@ def key_block(variant: Variant, unit: VectorUnit):
                 to = at(s, first)
                 score_few(q, here, head_dim, k, k_row, keys, beyond, to, s_stride, spare)
             else:
-                score_packed(q, head_dim, here, head_dim, panels, start, padded, s, s_stride)
+                to = s, s_stride, at(item, ASKS)
+                score_packed(q, head_dim, here, head_dim, panels, start, padded, *to)
             # Columns that every row sees need no mask: only those around them are masked.
             full_start = max(low_key(job, bottom) - n_start, start)
             full_stop = min(high_key(job, top, item[KEYS]) - n_start, hidden, padded)
@@ -300,39 +302,6 @@ def key_block(variant: Variant, unit: VectorUnit):
             )
 
     return run
-
-
-@jit
-def describe_item(job, number, item):
-    """Fill in a work item's numbers; return which split of the keys it is."""
-    heads_kv, block_m, group = field(job, "heads_kv"), field(job, "block_m"), field(job, "group")
-    m_blocks, num_splits = field(job, "m_blocks"), field(job, "num_splits")
-    heads = field(job, "num_items") // (m_blocks * num_splits)
-    # The last rows first: under a causal mask they see most, and the large items should not come
-    # last.
-    m_block = m_blocks - 1 - number // (heads * num_splits)
-    head = number % heads
-    item[BATCH], item[HEAD] = head // heads_kv, head % heads_kv
-    item[ROW] = m_block * block_m
-    read_ranges(job, item)
-    item[COUNT] = min(block_m, item[COUNT] * group - item[ROW])
-    return number // heads % num_splits
-
-
-@jit
-def read_ranges(job, item):
-    """Fill in what a batch entry has of its own; item[COUNT] becomes its number of queries."""
-    item[COUNT] = field(job, "rows") // field(job, "group")
-    item[OFFSET_IN_KEYS], item[KEYS] = field(job, "offset"), field(job, "seqlen_k")
-    item[FIRST_KEY], item[FIRST_BIAS], item[FIRST_QUERY] = 0, 0, 0
-    if field(job, "ranges") != 0:
-        ranges = at(INTEGERS(field(job, "ranges")), 4 * item[BATCH])
-        item[COUNT], item[FIRST_KEY], item[OFFSET_IN_KEYS] = ranges[0], ranges[1], ranges[3]
-        item[KEYS], item[FIRST_BIAS] = ranges[2] - ranges[1], ranges[1]
-    if field(job, "starts") != 0:
-        starts = at(INTEGERS(field(job, "starts")), 2 * item[BATCH])
-        item[FIRST_QUERY] = starts[0]
-        item[FIRST_KEY] += starts[1]
 
 
 @functools.cache

@@ -40,6 +40,7 @@ FIELDS = (
     "acc_stride",  # head_dim_v rounded up to whole registers
     "split_n",
     "num_splits",
+    "num_threads",
     "num_items",
     "changes_scores",  # 1 if a bias, softcap or ALiBi is to be applied to scores, else 0
     "bias_kind",  # how the bias is stored: see BIAS_KINDS
@@ -108,7 +109,9 @@ BODY_FIELDS = (
 )
 Body = ctypes.c_int64 * len(BODY_FIELDS)
 DONE = 1 << 62  # progress of an item that has come to its end
-ITEM_SIZE = 16  # int64s at the start of a thread's scratch: the numbers of its work item
+MOST_ASKS = 3  # entries of a list of asks.py: queries, keys, values
+# int64s at the start of a thread's scratch: the numbers of its work item, those of its next, asks
+ITEM_SIZE = 48
 # Registers of scratch for products.few_scores() and masking.mask_row()
 SPARE_REGISTERS = 5
 # Rows after a block of keys that pages.offsets() also finds: the kernels ask for them ahead.

@@ -14,7 +14,7 @@ UNLIMITED = 1 << 40  # a window side of None: past any key
 
 
 def sizes_of(plan: Plan) -> tuple[float, ...]:
-    """The first fields of the job, up to num_splits."""
+    """The first fields of the job, up to num_threads."""
     problem, variant = plan.problem, plan.problem.variant
     rows = problem.group * problem.seqlen_q
     # In the kernel's dtype, in which a tiny scale may be 0 and a large one infinite.
@@ -44,6 +44,7 @@ def sizes_of(plan: Plan) -> tuple[float, ...]:
         *widths(plan),
         plan.split_n,
         plan.num_splits,
+        plan.num_threads,
     )
 
 

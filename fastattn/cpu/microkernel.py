@@ -15,6 +15,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..machine import VectorUnit
+from .asks import INTEGERS, take
 from .job import LINE
 from .memory import at, element_loader, prefetch, row_at, rows_from
 from .registers import (
@@ -45,7 +46,15 @@ def tile_shape(unit: VectorUnit) -> tuple[int, int]:
 
 
 @functools.cache
-def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False, asks: bool = False):
+def product(
+    dtype: str,
+    lanes: int,
+    mr: int,
+    nv: int,
+    transposed: bool = False,
+    asks: bool = False,
+    besides: bool = False,
+):
     """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in
     registers.
 
@@ -58,6 +67,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False, 
     c  (mr, nv * lanes), row stride rs_c, columns contiguous
     accumulate  int64: 0 to overwrite c, else to add to it
     asks  whether to ask for the rows of b ROWS_AHEAD ahead, as is done where a table says
+    besides  whether it takes two more arguments, of asks.take(): what to ask for besides
 
     Requires  mr * nv + nv + 1 vector registers. depth may be 0.
     Writes    c only; reads it only if accumulate (its old contents may else be NaN).
@@ -68,7 +78,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False, 
     tile = [(m, n) for m in range(mr) for n in range(nv)]
 
     def codegen(context, builder, sig, args):
-        a, rs_a, b, rs_b, c, rs_c, depth, accumulate = args
+        a, rs_a, b, rs_b, c, rs_c, depth, accumulate, *other = args
         number = functools.partial(ir.Constant, I64)
         a_rows = [builder.gep(a, [builder.mul(number(m), rs_a)]) for m in range(mr)]
         c_at = {
@@ -82,6 +92,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False, 
         builder.position_at_end(loop)
         d = builder.phi(I64)
         row, a_row = builder.phi(b.type), builder.phi(a.type)
+        lines = [builder.phi(pointer.type) for pointer in other[:1]]
         acc = {t: builder.phi(vector) for t in tile}
         own_row = builder.gep(b, [row_offset(builder, rs_b, d)]) if is_table else row
         if is_table or asks:
@@ -89,6 +100,8 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False, 
             later_row = builder.gep(b if is_table else row, [row_offset(builder, rs_b, ahead)])
             for place in range(0, nv * lanes, LINE // ITEMSIZE[dtype]):
                 prefetch_line(builder, later_row, number(place))
+        for line in lines:
+            prefetch_line(builder, line, number(0))
         columns = [load_vector(builder, own_row, number(n * lanes), vector) for n in range(nv)]
         new = {}
         for m in range(mr):
@@ -99,6 +112,7 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False, 
         d_next = builder.add(d, number(1))
         row_next = row if is_table else builder.gep(row, [rs_b])
         steps = [(d, number(0), d_next), (row, b, row_next), (a_row, a, builder.gep(a_row, [rs_a]))]
+        steps += [(line, other[0], builder.gep(line, [other[1]])) for line in lines]
         for phi, start, step in steps + [(acc[t], zero, new[t]) for t in tile]:
             phi.add_incoming(start, before)
             phi.add_incoming(step, loop)
@@ -119,55 +133,81 @@ def product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False, 
                     store_vector(builder, c, c_at[t], acc[t])
         return context.get_dummy_value()
 
+    def typed(a, b, rs_b, c, *other):
+        size = types.int64
+        return types.void(a, size, b, types.unliteral(rs_b), c, size, size, size, *other), codegen
+
     @intrinsic
     def tile_product(typingctx, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
-        size = types.int64
-        return types.void(a, size, b, types.unliteral(rs_b), c, size, size, size), codegen
+        return typed(a, b, rs_b, c)
 
-    return tile_product
+    @intrinsic
+    def asking_product(typingctx, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, line, step):
+        return typed(a, b, rs_b, c, line, types.int64)
+
+    return asking_product if besides else tile_product
 
 
 @functools.cache
 def rows_product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = False):
-    """Kernel: product() for any number of rows: the tall tile, then lower ones."""
-    tall, four, two, one = (product(dtype, lanes, m, nv, transposed) for m in (mr, 4, 2, 1))
+    """Kernel: product() for any number of rows: the tall tile, then lower ones.
+
+    asks  a list of asks.py, or null
+    """
+    tall, four, two, one = (
+        product(dtype, lanes, m, nv, transposed, besides=True) for m in (mr, 4, 2, 1)
+    )
 
     @jit
-    def run(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
+    def run(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, asks):
         m = 0
         while m < rows:
+            line, step = take(asks, depth, b)
             x, y, left = at(a, m if transposed else m * rs_a), at(c, m * rs_c), rows - m
             if left >= mr:
                 m += mr
-                tall(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                tall(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step)
             elif left >= 4:
                 m += 4
-                four(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                four(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step)
             elif left >= 2:
                 m += 2
-                two(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                two(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step)
             else:
                 m += 1
-                one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate)
+                one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step)
+
+    return run
+
+
+@functools.cache
+def asking_product(dtype: str, unit: VectorUnit, transposed: bool = False):
+    """Kernel: product() for any number of rows against one panel.
+
+    wide  whether the panel has nv registers, or one
+    asks  a list of asks.py, or null
+    """
+    lanes, (mr, nv) = unit.lanes(ITEMSIZE[dtype]), tile_shape(unit)
+    whole, slim = (rows_product(dtype, lanes, mr, n, transposed) for n in (nv, 1))
+
+    @jit
+    def run(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, asks):
+        if wide:
+            whole(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, asks)
+        else:
+            slim(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, asks)
 
     return run
 
 
 @functools.cache
 def panel_product(dtype: str, unit: VectorUnit, transposed: bool = False):
-    """Kernel: product() for any number of rows against one panel.
-
-    wide  whether the panel has nv registers, or one
-    """
-    lanes, (mr, nv) = unit.lanes(ITEMSIZE[dtype]), tile_shape(unit)
-    whole, slim = (rows_product(dtype, lanes, mr, n, transposed) for n in (nv, 1))
+    """Kernel: the same, asking for nothing."""
+    multiply = asking_product(dtype, unit, transposed)
 
     @jit
     def run(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
-        if wide:
-            whole(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate)
-        else:
-            slim(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate)
+        multiply(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, INTEGERS(0))
 
     return run
 

@@ -11,10 +11,12 @@ import functools
 import numpy as np
 
 from ..machine import AVX512, VectorUnit
+from .asks import INTEGERS
 from .job import LINE
 from .memory import at, element_loader, prefetch, row_at, rows_follow, rows_from
 from .microkernel import (
     ROWS_AHEAD,
+    asking_product,
     panel_product,
     product,
     rows_product,
@@ -36,21 +38,34 @@ FEW_ROWS = 4  # at most so many rows are worth computing without packing the key
 
 
 @functools.cache
-def score_block(dtype: str, unit: VectorUnit):
+def asking_scores(dtype: str, unit: VectorUnit):
     """Kernel: s[m, n] = q_rows[m] · k[n] for n in [start, stop), from packed keys.
 
-    start a multiple of nr, stop of lanes.
+    start a multiple of nr, stop of lanes. asks: a list of asks.py, or null.
     """
-    multiply = panel_product(dtype, unit)
+    multiply = asking_product(dtype, unit)
     nr = np.int64(tile_shape(unit)[1] * unit.lanes(ITEMSIZE[dtype]))
 
     @jit
-    def run(q_rows, q_stride, count, head_dim, k_panels, start, stop, s, s_stride):
+    def run(q_rows, q_stride, count, head_dim, k_panels, start, stop, s, s_stride, asks):
         for n in range(start, stop, nr):
             panel, to, wide = at(k_panels, n * head_dim), at(s, n), n + nr <= stop
             for d in range(0, max(head_dim, 1), KC):  # once without dims: the scores are then 0
                 q, part, depth = at(q_rows, d), at(panel, d * nr), min(KC, head_dim - d)
-                multiply(wide, count, q, q_stride, part, nr, to, s_stride, depth, d)
+                multiply(wide, count, q, q_stride, part, nr, to, s_stride, depth, d, asks)
+
+    return run
+
+
+@functools.cache
+def score_block(dtype: str, unit: VectorUnit):
+    """Kernel: the same, asking for nothing."""
+    multiply = asking_scores(dtype, unit)
+
+    @jit
+    def run(q_rows, q_stride, count, head_dim, k_panels, start, stop, s, s_stride):
+        to = s, s_stride, INTEGERS(0)
+        multiply(q_rows, q_stride, count, head_dim, k_panels, start, stop, *to)
 
     return run
 
@@ -187,13 +202,14 @@ def scores_of_lanes(dtype: str, lanes: int, storage: str, rows: int):
 
 
 @functools.cache
-def output_block(dtype: str, unit: VectorUnit):
+def asking_outputs(dtype: str, unit: VectorUnit):
     """Kernel: acc[m] += sum_n p[m, n] * v[n] for n in [start, stop), from packed values.
 
     panel_n     rows of a panel
     head_dim_v  columns of v; acc has acc_stride, whole registers
+    asks        a list of asks.py, or null
     """
-    multiply, add = panel_product(dtype, unit), np.int64(1)
+    multiply, add = asking_product(dtype, unit), np.int64(1)
     lanes, (mr, nv) = unit.lanes(ITEMSIZE[dtype]), tile_shape(unit)
     nr = nv * lanes
     # A register as wide as two units that multiply: half of it takes half the time.
@@ -201,15 +217,28 @@ def output_block(dtype: str, unit: VectorUnit):
     multiply_half = rows_product(dtype, half, mr, 1) if halves else multiply
 
     @jit
-    def run(p, s_stride, count, v, panel_n, start, stop, acc, acc_stride, head_dim_v):
+    def run(p, s_stride, count, v, panel_n, start, stop, acc, acc_stride, head_dim_v, asks):
         p, depth = at(p, start), stop - start
         for d in range(0, acc_stride, nr):
             width = min(nr, acc_stride - d)
             panel, to, wide = at(v, d * panel_n + start * width), at(acc, d), width == nr
             if halves and head_dim_v - d <= half:
-                multiply_half(count, p, s_stride, panel, width, to, acc_stride, depth, add)
+                multiply_half(count, p, s_stride, panel, width, to, acc_stride, depth, add, asks)
             else:
-                multiply(wide, count, p, s_stride, panel, width, to, acc_stride, depth, add)
+                multiply(wide, count, p, s_stride, panel, width, to, acc_stride, depth, add, asks)
+
+    return run
+
+
+@functools.cache
+def output_block(dtype: str, unit: VectorUnit):
+    """Kernel: the same, asking for nothing."""
+    multiply = asking_outputs(dtype, unit)
+
+    @jit
+    def run(p, s_stride, count, v, panel_n, start, stop, acc, acc_stride, head_dim_v):
+        to = acc, acc_stride, head_dim_v, INTEGERS(0)
+        multiply(p, s_stride, count, v, panel_n, start, stop, *to)
 
     return run
 

@@ -85,7 +85,7 @@ class _Prepared:
 
     forward: compile.Kernel
     combine: compile.Kernel | None
-    sizes: tuple  # the first fields of the job, up to num_splits
+    sizes: tuple  # the first fields of the job, up to num_threads
     num_items: int
     items_per_call: int
     num_rows: int

@@ -49,7 +49,7 @@ class _Prepared:
     """What run() needs of a plan besides arrays."""
 
     kernel: compile.Kernel
-    sizes: tuple[float, ...]  # the first fields of the job, up to num_splits
+    sizes: tuple[float, ...]  # the first fields of the job, up to num_threads
     heads: int  # key heads of the whole batch
     n_blocks: int
     strides: tuple[int, int]  # q_stride, d_stride
