@@ -75,9 +75,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(".block_mask", __name__), name)
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib.metadata import PackageNotFoundError, version
+    from .cpu.cache import version
 
-    try:
-        return version(__name__)
-    except PackageNotFoundError:
-        return "0+unknown"
+    return version(__name__)

@@ -78,7 +78,7 @@ def version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return ""
+        return "0+unknown"
 
 
 def cache_folder() -> Path | None:
