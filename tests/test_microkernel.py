@@ -245,7 +245,7 @@ def blocks(dtype, storage):
             elif job[0] == 2:
                 output(a, job[6], count, b, job[7], job[8], job[9], c, rs_c, job[10])
             else:
-                few(a, job[6], count, b, job[7], job[8], job[9], c, rs_c)
+                few(a, job[6], count, b, job[7], job[8], job[9], c, rs_c, real(job[11]))
 
         return body
 
@@ -294,15 +294,17 @@ def test_scores_of_a_block(machine, dtype, storage, head_dim, rng):
 
 
 @everywhere
-def test_output_of_a_block(machine, dtype, rng):
+@pytest.mark.parametrize(("keys", "gap"), [(7, 3), (53, 0)])  # 53: several pieces of a stream
+def test_output_of_a_block(machine, dtype, keys, gap, rng):
     """acc += p @ v from packed values and from values as they lie, over any range of keys."""
     mr, _, nr = tile_of(machine, dtype)
     lanes = lanes_of(machine, dtype)
-    keys, panel_n = 7, 9
-    for count in (1, 3, 4, mr, 2 * mr + 3):
+    panel_n = keys + 2
+    for count in (1, 2, 3, 4, mr, 2 * mr + 3):
         for width in (lanes, nr, nr + lanes, 3 * nr, 9 * lanes, 11 * lanes):
             head_dim_v = width - (count % 3 + 1) * lanes // 4  # more or less than half a register
-            v = Guarded((keys, width), dtype, gap=3)
+            v = Guarded((keys, width), dtype, gap=gap)
+            sums = Guarded((4 * width,), dtype)
             v.view[...] = whole_numbers(rng, v.view.shape, dtype)
             v.view[:, head_dim_v:] = 0
             panels = np.full(panel_n * width, np.nan, dtype)
@@ -314,8 +316,11 @@ def test_output_of_a_block(machine, dtype, rng):
                 p.view[:, start:stop] = whole_numbers(rng, (count, stop - start), dtype)
                 before = whole_numbers(rng, (count, width), dtype)
                 expected = before + p.view[:, start:stop] @ v.view[start:stop]
-                for which, values, step in ((2, panels, panel_n), (3, v, v.stride)):
+                few = [(3, v, v.stride)] if count <= 4 else []
+                for which, values, step in [(2, panels, panel_n), *few]:
                     acc = Guarded((count, width), dtype, value=before)
                     sizes = p.stride, step, start, stop, head_dim_v
-                    on_block(machine, which, p, values, acc, *sizes)
+                    on_block(machine, which, p, values, acc, *sizes, sums)
                     acc.check(expected)
+                    for buffer in (p, v, sums):
+                        buffer.check()

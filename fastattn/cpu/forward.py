@@ -61,6 +61,7 @@ def softmax_block(variant: Variant, unit: VectorUnit):
     first             key of the block that v starts with
     exclude           values that are not finite may belong to keys that a row does not see
     final             the rows see no later block
+    sums              scratch of FEW_ROWS rows like those of acc, if values are not packed
     """
     dtype = variant.dtype
     lanes = unit.lanes(ITEMSIZE[dtype])
@@ -100,6 +101,7 @@ def softmax_block(variant: Variant, unit: VectorUnit):
         row_sum,
         exclude,
         final,
+        sums,
     ):
         s_stride, acc_stride = field(job, "s_stride"), field(job, "acc_stride")
         # Scores that are more than scaled products have been scaled already.
@@ -133,7 +135,7 @@ def softmax_block(variant: Variant, unit: VectorUnit):
             to = acc, acc_stride, width, at(item, ASKS)
             add_output(p, s_stride, count, v, panel_n, begin, end, *to)
         else:
-            add_few(p, s_stride, count, v, rs_v, begin, end, acc, acc_stride)
+            add_few(p, s_stride, count, v, rs_v, begin, end, acc, acc_stride, sums)
 
     return run
 
@@ -204,8 +206,9 @@ def key_block(variant: Variant, unit: VectorUnit):
         if not keys_lie:
             pack_keys(k, k_row, k_col, keys, head_dim, at(panels, first * head_dim))
         values, panel_n = real(address(v)), 0
+        panel_v = at(panels, block_n * head_dim)
         if not values_lie:
-            values, panel_n = at(panels, block_n * head_dim), block_n
+            values, panel_n = panel_v, block_n
             unsafe = pack_values(v, v_row, v_col, keys, block_n, head_dim_v, values)
 
         ask_next(job, item, k, k_row, v, v_row, keys, beyond, few)
@@ -299,6 +302,7 @@ def key_block(variant: Variant, unit: VectorUnit):
                 at(row_sum, m),
                 careful,
                 final,
+                panel_v,
             )
 
     return run

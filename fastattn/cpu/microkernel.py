@@ -54,6 +54,7 @@ def product(
     transposed: bool = False,
     asks: bool = False,
     besides: bool = False,
+    goes_on: bool = False,
 ):
     """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in
     registers.
@@ -68,6 +69,7 @@ def product(
     accumulate  int64: 0 to overwrite c, else to add to it
     asks  whether to ask for the rows of b ROWS_AHEAD ahead, as is done where a table says
     besides  whether it takes two more arguments, of asks.take(): what to ask for besides
+    goes_on  whether the chains go on from what c holds, instead
 
     Requires  mr * nv + nv + 1 vector registers. depth may be 0.
     Writes    c only; reads it only if accumulate (its old contents may else be NaN).
@@ -85,6 +87,7 @@ def product(
             (m, n): builder.add(builder.mul(number(m), rs_c), number(n * lanes)) for m, n in tile
         }
         zero, is_table = constant(vector, 0.0), isinstance(rs_b.type, ir.PointerType)
+        start = {t: load_vector(builder, c, c_at[t], vector) if goes_on else zero for t in tile}
         before = builder.block
         loop, done = builder.append_basic_block("depth"), builder.append_basic_block("done")
         builder.cbranch(builder.icmp_signed(">", depth, number(0)), loop, done)
@@ -113,16 +116,20 @@ def product(
         row_next = row if is_table else builder.gep(row, [rs_b])
         steps = [(d, number(0), d_next), (row, b, row_next), (a_row, a, builder.gep(a_row, [rs_a]))]
         steps += [(line, other[0], builder.gep(line, [other[1]])) for line in lines]
-        for phi, start, step in steps + [(acc[t], zero, new[t]) for t in tile]:
-            phi.add_incoming(start, before)
+        for phi, first, step in steps + [(acc[t], start[t], new[t]) for t in tile]:
+            phi.add_incoming(first, before)
             phi.add_incoming(step, loop)
         builder.cbranch(builder.icmp_signed("<", d_next, depth), loop, done)
 
         builder.position_at_end(done)
         for t in tile:
             total = acc[t] = builder.phi(vector)
-            total.add_incoming(zero, before)
+            total.add_incoming(start[t], before)
             total.add_incoming(new[t], loop)
+        if goes_on:
+            for t in tile:
+                store_vector(builder, c, c_at[t], acc[t])
+            return context.get_dummy_value()
         with builder.if_else(builder.icmp_signed("!=", accumulate, number(0))) as (add, overwrite):
             with add:
                 for t in tile:

@@ -25,13 +25,11 @@ from .microkernel import (
 from .registers import ITEMSIZE, jit
 from .simd import operations
 from .square import dot_square, dot_squares, row_registers
+from .stream import FEW_TILES, stream_outputs
 
 # Dimensions that one chain of a score adds up. A chain of 224 errs 2.7 times as much as NumPy's
 # small products do, one of 64 at most 1.9 times; shorter ones cost more than they give.
 KC = 64
-# Registers of columns of the tiles for one row and for two, by number of vector registers: with one
-# row, a value is used once and needs no register.
-FEW_TILES = {16: ((8, 4), (4, 2)), 32: ((8, 4), (8, 4))}
 # Scores of a row that are computed at once from keys as they lie: a chain of sums waits for itself.
 STREAM = 16
 FEW_ROWS = 4  # at most so many rows are worth computing without packing the keys
@@ -248,6 +246,8 @@ def few_outputs(dtype: str, unit: VectorUnit):
     """Kernel: the same for up to FEW_ROWS rows, from values as they lie, rows rs_v apart, or where
     this table of offsets says.
 
+    sums  scratch of as many rows as acc
+
     Read by columns of nr, values come from memory at 0.35 of the bandwidth of a plain read loop
     (four rows: 0.28); by whole rows of head_dim 128 at 1.0.
     """
@@ -290,10 +290,20 @@ def few_outputs(dtype: str, unit: VectorUnit):
         return run
 
     one, two = some_rows(1), some_rows(2)
+    stream_one, stream_two = (stream_outputs(dtype, unit, rows) for rows in (1, 2))
+    whole = FEW_TILES[unit.registers][0][0] * lanes
 
     @jit
-    def run(p, s_stride, count, v, rs_v, start, stop, acc, acc_stride):
+    def run(p, s_stride, count, v, rs_v, start, stop, acc, acc_stride, sums):
         p, (v, rows), depth = at(p, start), rows_from(v, rs_v, start), stop - start
+        if rows_follow(rs_v, acc_stride) and (count > 1 or acc_stride > whole):
+            pairs = count // 2 * 2
+            if pairs != 0:
+                stream_two(p, s_stride, pairs, v, depth, acc, acc_stride, sums)
+            if count % 2 != 0:
+                p, acc = at(p, pairs * s_stride), at(acc, pairs * acc_stride)
+                stream_one(p, s_stride, 1, v, depth, acc, acc_stride, sums)
+            return
         for m in range(0, count - 1, 2):
             to = at(acc, m * acc_stride)
             two(at(p, m * s_stride), s_stride, v, rows, depth, to, acc_stride, m == 0)
