@@ -37,9 +37,12 @@ BYTES = pointer_to("bool")
 
 @jit
 def ask(operand, first, count, itemsize):
-    """Ask for `count` elements that lie side by side."""
-    for byte in range(0, count * itemsize, LINE):
-        prefetch(BYTES(operand), first * itemsize + byte)
+    """Ask for `count` elements that lie side by side, for every line that holds one: arrays seldom
+    begin with a line, and the last one of each row was then waited for.
+    """
+    begin = operand + first * itemsize
+    for line in range(begin // LINE * LINE, begin + count * itemsize, LINE):
+        prefetch(BYTES(line), 0)
 
 
 @jit
