@@ -119,7 +119,7 @@ def unavailable(key: Hashable) -> str:
     """
     if prebuilt.load(key):
         return ""
-    problem = _import_problem("llvmlite.binding")
+    problem = _import_problem("llvmlite.binding", "llvmlite")
     if problem:
         return problem
     target = host_target()
@@ -127,7 +127,8 @@ def unavailable(key: Hashable) -> str:
         return f"CPU {target.cpu!r} has no {UNITS}"
     if key in _loaded or cache.find(key, target) is not None:
         return ""
-    return _import_problem("numba.core")  # which a numba.py that is in the way does not have
+    # Numba and all its parts that translation needs, some of which another version may not have.
+    return _import_problem(f"{__package__}.translation", "numba")
 
 
 def not_kept(key: Hashable) -> str:
@@ -136,9 +137,8 @@ def not_kept(key: Hashable) -> str:
 
 
 @functools.cache
-def _import_problem(module: str) -> str:
-    """Why a module cannot be imported, in one line; "" if it can."""
-    package = module.partition(".")[0]
+def _import_problem(module: str, package: str) -> str:
+    """Why a module, which needs this package, cannot be imported, in one line; "" if it can."""
     try:
         importlib.import_module(module)
     except Exception as error:  # one that does not fit this NumPy or Python raises many things
@@ -215,10 +215,25 @@ def vector_unit_of(target: Target) -> VectorUnit:
 
 
 def translate(function: Callable) -> tuple[list[str], str]:
-    """(LLVM IR of a kernel and of each helper, entry name), by Numba."""
+    """(LLVM IR of a kernel and of each helper, entry name), by Numba.
+
+    Raises
+    ------
+    NotImplementedError  this Numba cannot: translation uses parts that another may not have
+    """
+    from numba import __version__ as numba
+
     from .translation import translate
 
-    return translate(function)
+    try:
+        return translate(function)
+    except MemoryError:
+        raise
+    except Exception as error:  # from Numba's inside, of any kind
+        raise NotImplementedError(
+            f"numba must translate kernel {function.__name__}, got {type(error).__name__} from "
+            f"numba {numba}: backend='numpy' needs none, and another numba may do. {error}"
+        ) from error
 
 
 def compile_object(function: Callable, target: Target) -> tuple[str, bytes]:
