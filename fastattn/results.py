@@ -7,6 +7,7 @@ depends on all that the process has ever freed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -30,16 +31,20 @@ class _Block:
 
     def __init__(self, nbytes: int):
         self.memory = _Memory(nbytes + LINE, np.uint8)
-        self.nbytes, self.start = nbytes, -self.memory.ctypes.data % LINE
+        self.nbytes = nbytes
+        self.start = -self.memory.__array_interface__["data"][0] % LINE
 
 
 class _Loan(np.ndarray):
     """The base of a result: gone when no array, view or buffer refers to the result any more."""
 
-    block: _Block | None = None
+    __slots__ = ("block",)  # no others, which might bring it back
+    block: _Block
+    base = None  # whoever goes from base to base to hold the last one must hold this
 
-    def __del__(self) -> None:
-        if self.block is not None:
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A view of it has no block, and at the end of the process a module has no names.
+        if hasattr(self, "block") and not is_over():
             _give_back(self.block)
 
 

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from processes import fresh
 
 import fastattn
 from fastattn import results
@@ -39,6 +40,12 @@ def test_memory_that_nobody_refers_to_serves_the_next_result():
     assert floats().ctypes.data == place
 
 
+def last_base(out):
+    while getattr(out, "base", None) is not None:
+        out = out.base
+    return out
+
+
 VIEWS = {
     "array": lambda out: out,
     "slice": lambda out: out[1:, ::2],
@@ -46,6 +53,8 @@ VIEWS = {
     "memoryview": memoryview,
     "as another array": lambda out: np.asarray(memoryview(out)),
     "its base": lambda out: out[0].base,
+    "part of its base": lambda out: out.base[64:],
+    "the base of all": last_base,
 }
 
 
@@ -60,6 +69,25 @@ def test_memory_that_something_refers_to_is_left_alone(how):
     second[...] = 8
     assert not np.shares_memory(np.asarray(view), second)
     assert (np.asarray(view).ravel().view(np.uint8)[:4].view(np.float32) == 7).all()
+
+
+def test_results_that_outlive_the_module(tmp_path):
+    """Python takes the names of modules away, those with an underscore first, then the others."""
+    code = """
+import json, sys
+import numpy as np
+from fastattn import results
+sys.kept, results._first, results.last = results, *(results.empty((1 << 18,), "b") for _ in "ab")
+
+class Late:
+    def __del__(self):
+        self.result = make((1 << 18,), np.int8)
+
+cycle = Late()
+cycle.itself, make = cycle, results.empty
+print(json.dumps(True))
+"""
+    assert fresh(code, tmp_path)
 
 
 def test_small_results_and_very_large_ones_are_not_kept():
