@@ -22,6 +22,7 @@ from numba.core.compiler_machinery import PassManager
 from numba.core.postproc import PostProcessor
 from numba.core.registry import cpu_target
 from numba.core.transforms import canonicalize_cfg
+from numba.core.types import functions
 from numba.np import linalg
 
 from .lowering import KernelLowering
@@ -142,6 +143,7 @@ def _translating() -> Iterator[None]:
 
     context, typing = cpu_target.target_context, cpu_target.typing_context
     real, process = context.get_executable, PostProcessor.run
+    add_error = functions._ResolutionFailures.add_error
 
     def executable(library: CodeLibrary, fndesc: Any, env: Any) -> Any:
         # The dispatcher wants a built-in function, a new one for each helper.
@@ -161,6 +163,7 @@ def _translating() -> Iterator[None]:
         mock.patch.object(typing, "resolve_function_type", remembered),
         mock.patch.object(PostProcessor, "run", canonical),
         mock.patch.object(linalg, "ensure_blas", _find_blas),
+        mock.patch.object(functions._ResolutionFailures, "add_error", _without_frames(add_error)),
     ):
         yield
 
@@ -169,6 +172,21 @@ def _find_blas() -> None:
     """In place of importing scipy.linalg (0.1 to 0.2 s) to find out that there is one."""
     if importlib.util.find_spec("scipy") is None:
         raise ImportError("no SciPy")
+
+
+def _without_frames(add_error: Callable) -> Callable:
+    """Note why a function does not take such arguments without the frames of that, which hold all
+    that whoever calls has, his arrays too, until a full search for garbage.
+    """
+
+    def add(failures: Any, template: Any, matched: bool, error: Any, literal: bool) -> None:
+        cause: BaseException | None = error if isinstance(error, Exception) else None
+        while cause is not None:
+            cause.__traceback__ = None
+            cause = cause.__context__
+        add_error(failures, template, matched, error, literal)
+
+    return add
 
 
 def _remembered(resolve: Callable) -> Callable:
