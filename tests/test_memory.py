@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import Case
 from kernels import numpy_dtype, survives, unreadable
+from processes import fresh
 
 import fastattn
 from fastattn import mods
@@ -107,3 +108,22 @@ def test_keys_outside_the_lengths_are_never_read(flags, dtype, seqlen_q, backend
         assert survives(call)
         assert not survives(lambda: hidden_k[0, 1, -1].sum())
         assert not survives(lambda: hidden_v[0, 0, 0].sum())
+
+
+@pytest.mark.slow
+def test_a_call_that_compiles_keeps_no_array(tmp_path):
+    """Numba's errors lie in cycles that refer to all frames below; they must not count as old."""
+    pytest.importorskip("numba")
+    code = """
+import gc, json, weakref
+import numpy as np
+import fastattn
+class Array(np.ndarray): pass
+q = np.ones((4, 64, 64), np.float32).view(Array)
+kept = weakref.ref(q)
+fastattn.attention(q, q, q, backend="cpu")
+del q
+gc.collect(1)
+print(json.dumps(kept() is None))
+"""
+    assert fresh(code, tmp_path)
