@@ -279,7 +279,7 @@ def test_numba_is_as_it_was_after_an_error():
         functions = (PostProcessor.run, linalg.ensure_blas)
         return named + [f.__name__ for f in functions if not f.__module__.startswith("numba.")]
 
-    during = []
+    during, frozen = [], gc.get_freeze_count()
 
     def kernel(job, scratch, quota):
         return no_such_name  # noqa: F821
@@ -290,7 +290,7 @@ def test_numba_is_as_it_was_after_an_error():
         with pytest.raises(NotImplementedError, match="no_such_name"):
             compile.translate(kernel)
     assert (during, changed()) == ([0], [])
-    assert gc.isenabled()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, frozen)
 
 
 # --- no compiler ----------------------------------------------------------------------------------
