@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from kernels import Guarded, everywhere, lanes_of, run, tile_of, whole_numbers
 
+import fastattn
 from fastattn import dropout
 
 LOG2_E = 1.4426950408889634
@@ -310,3 +311,15 @@ def test_add_sink_keeps_nan(machine, dtype):
         row = fresh_row(dtype, lanes_of(machine, dtype))
         row[1].view[...], row[2].view[...] = 0.25, total
         assert np.isnan(with_sink(machine, dtype, value, row)[2])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_scores_of_no_dims_are_written_where_keys_have_no_distance(rows, backend):
+    """In scratch that other scores are left in; a key of no dims, and the next, begin at once."""
+    rng = np.random.default_rng(rows)
+    wide, v = (rng.standard_normal((1, 2, 40, 8), dtype=np.float32) for _ in "kv")
+    fastattn.attention(9 * wide[:, :, :rows], wide, v, backend=backend)
+    k = np.broadcast_to(wide[:, :, :1], wide.shape)[..., :0]
+    out = fastattn.attention(wide[:, :, :rows, :0], k, v, backend=backend)
+    expected = np.broadcast_to(v.mean(2, keepdims=True), out.shape)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)

@@ -102,7 +102,7 @@ def scores_of_rows(dtype: str, lanes: int, storage: str, rows: int):
     @jit
     def run(q, last_q, head_dim, k, rs_k, keys, beyond, s, s_stride, part):
         n = 0
-        if rows_follow(rs_k, head_dim) and head_dim % lanes == 0:
+        if head_dim > 0 and rows_follow(rs_k, head_dim) and head_dim % lanes == 0:
             n = stream(q, last_q, head_dim, k, keys, beyond, s, s_stride, part)
         while n < keys:
             some(q, last_q, head_dim, k, rs_k, n, keys - 1 - n, beyond, at(s, n), s_stride, part)
