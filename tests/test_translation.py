@@ -1,11 +1,13 @@
-"""What Numba keeps of a translation."""
+"""What Numba keeps of a translation, and what other threads may do meanwhile."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
+from processes import fresh
 
 pytest.importorskip("numba")
 
@@ -33,3 +35,72 @@ def test_no_frame_of_the_caller_is_kept():
         assert call()() is None
     finally:
         gc.enable()
+
+
+# A stencil's helper that is typed for long and then compiled, while another thread translates.
+STENCIL = """
+import faulthandler, json, threading, time
+faulthandler.dump_traceback_later(200, exit=True)
+import numba
+import numpy as np
+from numba.extending import overload
+from fastattn.cpu.translation import translate
+
+typing = threading.Event()
+
+def next_of(x):
+    return x + 1
+
+@overload(next_of)
+def compiled_next_of(x):
+    typing.set()
+    time.sleep(0.5)  # until the other thread is at its locks
+    return lambda x: x + 1
+
+@numba.stencil
+def around(a):
+    return next_of(a[-1] + a[1])
+
+def kernel(job, scratch, quota):
+    return quota
+
+def translated():
+    typing.wait()
+    answers.append("kernel" in translate(kernel)[1])
+
+answers = []
+threads = [
+    threading.Thread(target=translated),
+    threading.Thread(target=lambda: answers.append(around(np.arange(4.0)).tolist())),
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(json.dumps(sorted(answers, key=str)))
+"""
+
+
+def test_a_stencil_compiles_meanwhile(tmp_path):
+    """Its thread types under one lock of Numba and then waits for that of the compiler."""
+    assert fresh(STENCIL, tmp_path) == [True, [0.0, 3.0, 5.0, 0.0]]
+
+
+def test_other_threads_find_where_variables_live():
+    """What numba.stencil decorates is looked at without the locks of translate()."""
+    from numba.core.compiler import run_frontend
+
+    from fastattn.cpu.translation import _translating
+
+    found = []
+
+    def look():
+        found.append(run_frontend(kernel).variable_lifetime)
+
+    with _translating():
+        look()
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+    assert found[0] is None
+    assert found[1] is not None

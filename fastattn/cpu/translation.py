@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 from numba import njit, types
@@ -99,7 +100,7 @@ jit = njit(
 def translate(function: Callable) -> tuple[list[str], str]:
     """(LLVM IR of a kernel and of each helper, entry name)."""
     dispatcher = jit(function)
-    with global_compiler_lock, _uncollected(), _translating():
+    with _alone(), _uncollected(), _translating():
         dispatcher.compile(SIGNATURE)
         (compiled,) = dispatcher.overloads.values()
         return list(_texts(compiled.library)), compiled.fndesc.llvm_func_name
@@ -117,6 +118,25 @@ def _texts(library: CodeLibrary) -> Iterator[str]:
         new = [other for other in dict.fromkeys(one.needed) if other not in known]
         known.update(new)
         waiting += new
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Hold the two locks under which Numba compiles and types, without waiting for one while
+    holding the other: a numba.stencil that is called types under the second and may wait for the
+    first, others the other way round.
+    """
+    typing = cpu_target.typing_context.callstack._lock
+    while True:
+        with global_compiler_lock:
+            if typing.acquire(blocking=False):
+                try:
+                    yield
+                finally:
+                    typing.release()
+                return
+        with typing:  # until the other thread is done
+            pass
 
 
 @contextlib.contextmanager
@@ -138,11 +158,13 @@ def _uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _translating() -> Iterator[None]:
-    """Make no machine code of Parts. The lock keeps other threads' compilations out meanwhile."""
+    """Make no machine code of Parts. The locks keep other threads' compilations out meanwhile, but
+    not what Numba does first with a function that numba.stencil decorates.
+    """
     from unittest import mock  # here, as it costs a warm process 30 ms
 
     context, typing = cpu_target.target_context, cpu_target.typing_context
-    real, process = context.get_executable, PostProcessor.run
+    real, process, here = context.get_executable, PostProcessor.run, get_ident()
     add_error = functions._ResolutionFailures.add_error
 
     def executable(library: CodeLibrary, fndesc: Any, env: Any) -> Any:
@@ -152,7 +174,7 @@ def _translating() -> Iterator[None]:
     def canonical(processor: PostProcessor, emit_dels: bool = False, **others: bool) -> None:
         # Where every variable lives, too, is found after each pass, and needed by none of PASSES.
         function = processor.func_ir
-        if emit_dels or function.is_generator:
+        if emit_dels or function.is_generator or get_ident() != here:
             process(processor, emit_dels, **others)
         else:
             function.blocks = canonicalize_cfg(function.blocks)
