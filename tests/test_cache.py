@@ -154,6 +154,19 @@ def test_missing_home_is_silent(monkeypatch):
     assert cache.cache_folder() is None
 
 
+@pytest.mark.parametrize("home", ["", "here"])
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_home_that_is_no_place_is_silent(platform, home, monkeypatch, tmp_path):
+    """Neither the root folder nor one that depends on where the process is started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(Path, "mkdir", None)
+    for name, value in (("FASTATTN_CACHE", ""), ("XDG_CACHE_HOME", "relative"), ("HOME", home)):
+        monkeypatch.setenv(name, value)
+    why = f"HOME must be an absolute path, got {home!r}"
+    assert cache.folder_or_reason() == (None, why)
+
+
 def test_folder_that_fills_up_is_silent(tmp_path, monkeypatch):
     def full(source, target):
         raise OSError(28, "No space left on device")

@@ -125,8 +125,17 @@ def _user_cache() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return _home() / "Library" / "Caches"
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(given) if os.path.isabs(given) else _home() / ".cache"
+
+
+def _home() -> Path:
+    """The user's home folder. RuntimeError if there is none."""
+    given = os.environ.get("HOME")
+    if given is not None and not os.path.isabs(given):  # Python takes "" for the root folder
+        raise RuntimeError(f"HOME must be an absolute path, got {given!r}")
+    return Path.home()
 
 
 def find(key: Hashable, target: Hashable) -> tuple[str, bytes] | None:
