@@ -279,6 +279,12 @@ def test_bench_refuses_what_it_could_not_keep(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().err == text
     assert run("bench", "--json", notes / "x.json") == 1
     assert "fastattn: [Errno" in capsys.readouterr().err
+    picture = tmp_path / "picture.png"
+    for path in (tmp_path, picture):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda place, mode: place != tmp_path)
+            assert run("bench", "--plot", path) == 1
+        assert f": '{path}'\n" in capsys.readouterr().err
     assert run("bench", "--plot", notes) == 1
     error = capsys.readouterr().err
     assert error.startswith("fastattn: a plot must be one of ")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -222,6 +225,36 @@ def test_a_hang_is_a_failure(monkeypatch):
 
 def hanging_work(*arguments):
     signal.pause()
+
+
+def test_an_interrupt_ends_it_with_what_was_found(monkeypatch, capfd, tmp_path):
+    """Ctrl-C reaches the process that makes the calls, too, which leaves it to the other."""
+
+    @contextmanager
+    def meter():
+        def show(done, text):
+            (process,) = multiprocessing.active_children()
+            os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.2)  # for what it might say
+            raise KeyboardInterrupt
+
+        yield show
+
+    monkeypatch.setattr(verify, "meter", meter)
+    path = tmp_path / "report.json"
+    assert run("--seed", 3, "--calls", 10000, "--backend", "numpy", "--json", path) == 130
+    out, err = capfd.readouterr()
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["is_interrupted"]
+    assert 0 < report["problems"] < 10000
+    assert f"{report['problems']} problems in {report['seconds']:.1f} s, then interrupted\n" in out
+    assert err == ""
+
+
+def test_a_report_that_could_not_be_written_is_refused_at_once(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "campaign", lambda *arguments: pytest.fail("begun"))
+    assert run("--calls", 1, "--backend", "numpy", "--json", tmp_path) == 1
+    assert capsys.readouterr().err == f"fastattn: [Errno 21] Is a directory: '{tmp_path}'\n"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough; the flush at exit is not to fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as a shell says of a program that SIGPIPE ends
-    except (ImportError, ValueError, OSError, WrongAnswer) as error:  # what the user can know
+    # What the user can know.
+    except (ImportError, NotImplementedError, ValueError, OSError, WrongAnswer) as error:
         print(f"fastattn: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..benchmark import cases, contest, peers, plots, record, summary
 from ..machine import default_num_threads
 from ..optional import missing
-from .terminal import checked, console, count
+from .terminal import check_writable, checked, console, count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +50,8 @@ def run(options: argparse.Namespace, commit: str = "") -> None:
     screen = console()
     peers.match_target()
     # What could not be kept is refused now, not after minutes.
+    for path in filter(None, (options.json, options.plot)):
+        check_writable(path)
     if options.plot:
         plots.check(options.plot)
     if options.json:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..optional import missing
@@ -37,6 +40,20 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"must be an int of at least 1, got {text!r}")
     return int(text)
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that is written in the end, after minutes. Raises OSError now if
+    the file could not be.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        number = errno.EISDIR
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        number = errno.EACCES
+    else:
+        return
+    raise OSError(number, os.strerror(number), str(path))
 
 
 def console() -> Console:

@@ -20,7 +20,7 @@ from ..verifying import peer
 from ..verifying.campaign import Failure, Outcome, campaign
 from ..verifying.case import has_bfloat16
 from ..verifying.oracle import WrongAnswer
-from .terminal import checked, count, meter
+from .terminal import check_writable, checked, count, meter
 
 HELP = "hold random calls against the definition in float64"
 DEFAULT_MINUTES = 1.0
@@ -70,8 +70,11 @@ def run(options: argparse.Namespace) -> None:
     Raises
     ------
     ImportError  a backend that was asked for cannot run here
+    OSError      the report cannot be written
     WrongAnswer  a problem was not solved
     """
+    if options.json:
+        check_writable(options.json)
     names = implementations(options.backend)
     seed = random.getrandbits(32) if options.seed is None else options.seed
     if not has_bfloat16():
@@ -90,10 +93,12 @@ def run(options: argparse.Namespace) -> None:
         numbers = range(options.first, options.first + (options.calls or ENDLESS))
         outcome = campaign(seed, numbers, names, is_over)
     if options.json:
-        options.json.write_text(json.dumps(report(outcome), indent=1) + "\n")
+        options.json.write_text(json.dumps(report(outcome), indent=1) + "\n", encoding="utf-8")
     print("\n".join(lines(outcome)))
     if outcome.failures:
         raise WrongAnswer(f"{len(outcome.failures)} failures in {outcome.problems} problems")
+    if outcome.is_interrupted:
+        raise KeyboardInterrupt
 
 
 def implementations(asked: list[str] | None) -> tuple[str, ...]:
@@ -116,7 +121,8 @@ def implementations(asked: list[str] | None) -> tuple[str, ...]:
 
 def lines(outcome: Outcome) -> list[str]:
     """What a user reads."""
-    texts = [f"{outcome.problems} problems in {outcome.seconds:.1f} s"]
+    ended = ", then interrupted" if outcome.is_interrupted else ""
+    texts = [f"{outcome.problems} problems in {outcome.seconds:.1f} s{ended}"]
     for name, tally in outcome.tallies.items():
         worst = f"worst error {tally.worst_ratio:.3f} of what is allowed"
         texts.append(f"{name:<7} {tally.calls} answers, {worst} (number {tally.worst_number})")

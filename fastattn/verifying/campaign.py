@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator
 from ctypes import c_int64
@@ -59,6 +60,7 @@ class Outcome:
     tallies: dict[str, Tally] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     resident_bytes: list[int] = field(default_factory=list)  # of the process, now and then
+    is_interrupted: bool = False  # by Ctrl-C, before it was over
 
 
 def campaign(
@@ -68,12 +70,26 @@ def campaign(
     is_over: Callable[[Outcome], bool],
 ) -> Outcome:
     """Run the problems of `seed` that have these numbers, until is_over(), which is asked several
-    times a second, or too many have failed.
+    times a second, or Ctrl-C, or too many have failed.
 
     A process of its own makes the calls: one that crashes or hangs is a failure like another.
     """
     outcome = Outcome(seed, tallies={name: Tally() for name in implementations})
-    start, over = time.monotonic(), False
+    try:
+        _run(outcome, numbers, implementations, is_over)
+    except KeyboardInterrupt:
+        outcome.is_interrupted = True
+    return outcome
+
+
+def _run(
+    outcome: Outcome,
+    numbers: range,
+    implementations: tuple[str, ...],
+    is_over: Callable[[Outcome], bool],
+) -> None:
+    """Enter into the outcome what becomes of the problems."""
+    seed, start, over = outcome.seed, time.monotonic(), False
     while not over and outcome.problems < len(numbers):
         with _Worker(seed, numbers[outcome.problems :], implementations) as worker:
             for message in worker.messages():
@@ -87,7 +103,6 @@ def campaign(
                 outcome.failures.append(Failure(number, "", worker.end, draw(seed, number)))
                 outcome.problems = numbers.index(number) + 1
                 over = len(outcome.failures) >= MOST_FAILURES
-    return outcome
 
 
 def _enter(outcome: Outcome, message: dict[str, Any]) -> None:
@@ -105,8 +120,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._receive, send = context.Pipe(duplex=False)
         self._number = context.Value(c_int64, numbers[0], lock=False)
-        arguments = (send, self._number, seed, numbers, implementations)
-        self._process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
+        arguments = (_work, send, self._number, seed, numbers, implementations)
+        self._process: BaseProcess = context.Process(target=_begin, args=arguments, daemon=True)
         self._process.start()
         send.close()  # so that its death is the end of what can be received
         self.end = ""
@@ -135,6 +150,12 @@ class _Worker:
                 self._process.join()
                 self.end = f"the process ended with status {self._process.exitcode}"
                 return
+
+
+def _begin(work: Callable[..., None], *arguments: Any) -> None:
+    """In the process: Ctrl-C is for the other one, which then ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    work(*arguments)
 
 
 def _work(
