@@ -90,6 +90,19 @@ print(json.dumps(True))
     assert fresh(code, tmp_path)
 
 
+def test_its_base_takes_no_attribute_that_could_bring_it_back():
+    """Once its memory has been given back: of objects in a cycle, another may do so."""
+    out = floats()
+    with pytest.raises(AttributeError):
+        out.base.result = out
+
+
+def test_a_result_is_not_resized():
+    """Its memory is lent: docs/robustness.md says so."""
+    with pytest.raises(ValueError, match="does not own its data"):
+        floats().resize(3)
+
+
 def test_small_results_and_very_large_ones_are_not_kept():
     floats(results.LEAST // 2)
     large = results.empty((results.KEPT + 1,), np.uint8)
