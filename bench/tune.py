@@ -33,7 +33,7 @@ from fastattn.problem import Plan
 # What may be tried. BLOCK_N is a multiple of the widest tile (2 registers), SPLIT_N of BLOCK_N.
 VALUES = {
     "BLOCK_N": (64, 128, 256, 512),
-    "BLOCK_M": (96, 192, 384, 768),
+    "BLOCK_M": (96, 192, 384, 1536),
     "MC": (28, 42, 48, 56, 84, 96),
     "SPLIT_N": (512, 1024, 2048, 4096),
 }

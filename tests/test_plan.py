@@ -89,7 +89,7 @@ def test_asking_for_numpy_does_not_look_for_kernels(monkeypatch):
 # --- blocks -------------------------------------------------------------------------------------
 
 THREADS = [1, 2, 3, 8, 64, 128]
-ROWS = [1, 2, 47, 48, 49, 95, 96, 97, 383, 384, 385, 1000, 8192, 100_003]
+ROWS = [1, 2, 47, 48, 49, 95, 96, 97, 767, 768, 769, 1000, 8192, 100_003]
 
 
 @pytest.mark.parametrize("threads", THREADS)
