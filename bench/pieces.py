@@ -82,6 +82,7 @@ def pieces(dtype: str, head_dim: int) -> Iterator[Piece]:
     """All pieces for one size of block: MC rows against BLOCK_N keys."""
     block = Block(dtype, head_dim)
     yield from product_pieces(block)
+    yield from few_pieces(block)
     yield softmax_piece(block)
     storages = ("float32", "float16", "bfloat16") if dtype == "float32" else (dtype,)
     for storage in storages:
@@ -151,6 +152,53 @@ def output_product(dtype: str) -> Callable[[VectorUnit], Body]:
         @jit
         def body(f):
             product(real(f[0]), f[6], f[3], real(f[1]), f[5], 0, f[5], real(f[2]), f[7], f[4])
+
+        return body
+
+    return build
+
+
+def few_pieces(block: Block) -> Iterator[Piece]:
+    """Both products of few rows, from keys and values as they lie in the second cache."""
+    for rows in (1, 4):
+        sizes = (rows, block.head_dim, block.keys, block.s_stride, block.acc_stride)
+        job: tuple = (block.q, block.k, block.s, block.panels, *sizes)
+        yield Piece(f"scores, {rows} rows", few_score_product(block.dtype), job, block.keys)
+        if block.acc_stride == block.head_dim:
+            job = (block.s, block.v, block.acc, block.panels, *sizes)
+            yield Piece(f"output, {rows} rows", few_output_product(block.dtype), job, block.keys)
+
+
+def few_score_product(dtype: str) -> Callable[[VectorUnit], Body]:
+    def build(unit):
+        from fastattn.cpu import products
+        from fastattn.cpu.memory import pointer_to
+        from fastattn.cpu.registers import jit
+
+        product, real = products.few_scores(dtype, unit, dtype), pointer_to(dtype)
+
+        @jit
+        def body(f):
+            q, k, s, part = real(f[0]), real(f[1]), real(f[2]), real(f[3])
+            product(q, f[4], f[5], k, f[5], f[6], f[6], s, f[7], part)
+
+        return body
+
+    return build
+
+
+def few_output_product(dtype: str) -> Callable[[VectorUnit], Body]:
+    def build(unit):
+        from fastattn.cpu import products
+        from fastattn.cpu.memory import pointer_to
+        from fastattn.cpu.registers import jit
+
+        product, real = products.few_outputs(dtype, unit), pointer_to(dtype)
+
+        @jit
+        def body(f):
+            p, v, acc, sums = real(f[0]), real(f[1]), real(f[2]), real(f[3])
+            product(p, f[7], f[4], v, f[5], 0, f[6], acc, f[8], sums)
 
         return body
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fastattn.cpu import compile, image
+from fastattn.cpu.job import LINE
 from fastattn.machine import AVX512, NEON
 from fastattn.problem import Variant
 
@@ -121,6 +122,39 @@ def test_a_tile_too_large_spills(target, monkeypatch):
     mr, nv = microkernel.tile_shape(target.unit)
     monkeypatch.setitem(microkernel.TILE, target.unit.registers, (mr + 3, nv))
     assert on_stack(product_loop(target, "float32"))
+
+
+X86_TARGETS = {name: target for name, target in TARGETS.items() if target.triple == X86}
+on_x86 = pytest.mark.parametrize("target", X86_TARGETS.values(), ids=X86_TARGETS)
+
+
+@on_x86
+@floats
+@pytest.mark.parametrize("rows", [1, 4])
+def test_keys_of_few_rows_are_asked_for_line_by_line_amid_the_products(target, dtype, rows):
+    from fastattn.cpu.memory import pointer_to
+    from fastattn.cpu.products import STREAM, stream_scores
+    from fastattn.cpu.registers import ITEMSIZE, jit
+
+    real, lanes = pointer_to(dtype), target.unit.lanes(ITEMSIZE[dtype])
+    run = stream_scores(dtype, lanes, dtype, rows)
+
+    @jit
+    def body(job):
+        q, k, s = real(job[0]), real(job[1]), real(job[2])
+        run(q, job[3], job[4], k, job[5], s, job[6])
+
+    assembly = compile.assembly(wrapped(body), target)
+    (loop,) = (loop for loop in loops(assembly) if count(fused(target, dtype), loop))
+    assert not count(CALL, loop)
+    assert not [line for line in on_stack(loop) if re.search(r"%[xyz]mm", line)]
+    columns = max(1, STREAM // (lanes * rows)) * lanes  # of all squares that are computed at once
+    assert count(fused(target, dtype), loop) == columns * rows
+    shuffles = {("float32", 16): 4, ("float64", 4): 2}.get((dtype, lanes), 3)  # a column
+    assert count(r"v(insert|shuf|unpck|perm)", loop) == shuffles * columns
+    asks = [place for place, line in enumerate(loop) if count("prefetcht0", [line])]
+    assert len(asks) == columns * lanes * ITEMSIZE[dtype] // LINE
+    assert asks[-1] - asks[0] > 3 * len(asks)  # not in a run
 
 
 def row_kernel(target, dtype):

@@ -53,7 +53,8 @@ def product(
     mr: int,
     nv: int,
     transposed: bool = False,
-    asks: bool = False,
+    asks: int = 0,
+    level: int = 2,
     besides: bool = False,
     goes_on: bool = False,
 ):
@@ -68,7 +69,8 @@ def product(
        lie; or where the table of offsets at rs_b says
     c  (mr, nv * lanes), row stride rs_c, columns contiguous
     accumulate  int64: 0 to overwrite c, else to add to it
-    asks  whether to ask for the rows of b ROWS_AHEAD ahead, as is done where a table says
+    asks  how many rows of b ahead to ask for, if any, and into which level of the caches;
+          ROWS_AHEAD where a table says
     besides  whether it takes two more arguments, of asks.take(): what to ask for besides
     goes_on  whether the chains go on from what c holds, instead
 
@@ -100,10 +102,10 @@ def product(
         acc = {t: builder.phi(vector) for t in tile}
         own_row = builder.gep(b, [row_offset(builder, rs_b, d)]) if is_table else row
         if is_table or asks:
-            ahead = builder.add(d, number(ROWS_AHEAD)) if is_table else number(ROWS_AHEAD)
+            ahead = builder.add(d, number(ROWS_AHEAD)) if is_table else number(asks)
             later_row = builder.gep(b if is_table else row, [row_offset(builder, rs_b, ahead)])
             for place in range(0, nv * lanes, LINE // ITEMSIZE[dtype]):
-                prefetch_line(builder, later_row, number(place))
+                prefetch_line(builder, later_row, number(place), level)
         for line in lines:
             prefetch_line(builder, line, number(0))
         columns = [load_vector(builder, own_row, number(n * lanes), vector) for n in range(nv)]

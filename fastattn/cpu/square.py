@@ -20,8 +20,8 @@ from .registers import (
     call,
     constant,
     from_storage,
-    greater,
     load_vector,
+    prefetch_line,
     row_offset,
     store_vector,
 )
@@ -204,21 +204,19 @@ def _columns_in_turn(builder, load: Callable, dtype: str, lanes: int, squares: i
 @functools.cache
 def dot_squares(dtype: str, lanes: int, storage: str, rows: int, squares: int):
     """Intrinsic: dot_square() for `squares` of them, one behind the other, while later keys are
-    read.
+    asked for.
 
     k        whole squares, rows rs_k apart
     totals   squares * rows registers
-    near     as many bytes as the squares have are loaded from here, a line at a time between the
-             products, to have them when they are wanted
-    touched  a register that comes to depend on what they hold
+    later    as many bytes as the squares have are asked for from here, a line at a time between the
+             products; any address will do
     """
-    register = Register("float", dtype, lanes)
-    held, stored = types.UniTuple(register, squares * rows), ir.VectorType(STORED[storage], lanes)
+    held = types.UniTuple(Register("float", dtype, lanes), squares * rows)
     line, columns = LINE // ITEMSIZE[storage], squares * lanes
     lines = columns * lanes // line
 
     def codegen(context, builder, sig, args):
-        q, rs_q, last_q, k, rs_k, totals, near, touched = args
+        q, rs_q, last_q, k, rs_k, totals, later = args
         q_rows = _rows_of_square(builder, q, rs_q, last_q, rows)
         sums = cgutils.unpack_tuple(builder, totals, squares * rows)
         parts = [sums[n * rows : (n + 1) * rows] for n in range(squares)]
@@ -228,16 +226,14 @@ def dot_squares(dtype: str, lanes: int, storage: str, rows: int, squares: int):
             _columns_in_turn(builder, load, dtype, lanes, squares)
         ):
             for number in range(lines * done // columns, lines * (done + 1) // columns):
-                value = load_vector(builder, near, ir.Constant(I64, number * line), stored)
-                touched = greater(builder, touched, from_storage(builder, value, storage, dtype))
+                prefetch_line(builder, later, ir.Constant(I64, number * line), 1)
             _add_products(builder, parts[n], q_rows, d, column)
-        sums = context.make_tuple(builder, held, [x for part in parts for x in part])
-        return context.make_tuple(builder, sig.return_type, [sums, touched])
+        return context.make_tuple(builder, held, [x for part in parts for x in part])
 
     @intrinsic
-    def run(typingctx, q, rs_q, last_q, k, rs_k, totals, near, touched):
-        size, result = types.int64, types.Tuple((held, register))
-        return result(q, size, size, k, size, held, k, register), codegen
+    def run(typingctx, q, rs_q, last_q, k, rs_k, totals, later):
+        size = types.int64
+        return held(q, size, size, k, size, held, k), codegen
 
     return run
 
