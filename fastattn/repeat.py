@@ -34,7 +34,8 @@ def key_of(
 ) -> Key | None:
     """What a call depends on besides addresses and lengths; None if it is not to be kept.
 
-    arrays: q, k and v in the memory of the CPU, or these with mask and bias, which may be None.
+    arrays: q, k and v in the memory of the CPU, or these with mask and bias, or with mask, bias and
+    out; all but the first three may be None.
     options: its other arguments, which must be scalars.
     """
     if type(window) is not tuple or guards.ON:
@@ -92,16 +93,28 @@ def ranges_and_table(
 
 
 def answer(
-    key: Key | None, arrays: tuple[Any, ...], lengths: Lengths = NO_LENGTHS
+    key: Key | None,
+    arrays: tuple[Any, ...],
+    lengths: Lengths = NO_LENGTHS,
+    out: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """(out, lse or None) of a call, if one like it has been made before."""
+    """(out, lse or None) of a call, if one like it has been made before and `out`, if given, may be
+    written to.
+    """
     known = _known.get(key)
     if known is None:
         return None
+    if out is not None and not (out.flags.writeable and _is_apart(out, arrays)):
+        return None
     if lengths is NO_LENGTHS:
-        return known.run(arrays)
+        return known.run(arrays, out=out)
     places = ranges_and_table(known, arrays[1], lengths)
-    return None if places is None else known.run(arrays, *places)
+    return None if places is None else known.run(arrays, *places, out)
+
+
+def _is_apart(out: np.ndarray, arrays: tuple[np.ndarray | None, ...]) -> bool:
+    """Whether the memory of `out` surely is that of no other: check() looks closer."""
+    return not any(a is not None and np.may_share_memory(out, a) for a in arrays)
 
 
 def keep(

@@ -109,12 +109,67 @@ def test_results_are_new_arrays(rng):
     assert first.tobytes() == before.tobytes()
 
 
+def not_aligned(shape):
+    """float32 zeros at an odd address."""
+    return np.zeros(4 * np.prod(shape) + 1, np.uint8)[1:].view(np.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("view", [np.array, reversed_rows, seqlen_first, one_head])
+def test_results_in_memory_of_the_caller(view, lse, rng):
+    for _ in range(3):
+        out = view(np.full((2, 3, 5, 8), np.nan, np.float32))
+        inputs = arrays(rng, out.shape)
+        found = fastattn.attention(*inputs, out=out, return_lse=lse)
+        wanted = the_long_way(*inputs, return_lse=lse)
+        for a, b in zip(found, wanted, strict=True) if lse else [(found, wanted)]:
+            np.testing.assert_array_equal(a, b)
+        assert (found[0] if lse else found) is out
+    assert len(repeat._known) == 1
+
+
+def test_memory_that_may_not_be_written_to_is_still_refused(rng):
+    q, k, v = arrays(rng)
+    out = np.empty_like(q)
+    fastattn.attention(q, k, v, out=out)
+    for name, inputs in {"q": (out, k, v), "k": (q, out, v), "v": (q, k, out)}.items():
+        with pytest.raises(ValueError, match=f"out must not overlap {name}"):
+            fastattn.attention(*inputs, out=out)
+    with pytest.raises(ValueError, match="out must be writeable"):
+        fastattn.attention(q, k, v, out=read_only(out))
+    with pytest.raises(ValueError, match="out must be aligned"):
+        fastattn.attention(q, k, v, out=not_aligned(q.shape))
+    assert len(repeat._known) == 1
+
+
+def test_lines_of_one_array_in_turn_are_no_overlap(rng):
+    both, (_, k, v) = np.empty((2, 3, 5, 16), np.float32), arrays(rng)
+    for _ in range(2):
+        both[..., ::2] = rng.standard_normal((2, 3, 5, 8))
+        out = fastattn.attention(both[..., ::2], k, v, out=both[..., 1::2])
+        np.testing.assert_array_equal(out, the_long_way(both[..., ::2].copy(), k, v))
+
+
+def test_a_bias_with_a_result_in_memory_of_the_caller(rng):
+    for _ in range(2):
+        inputs, bias, out = (
+            arrays(rng),
+            rng.standard_normal((5, 5), np.float32),
+            np.empty((2, 3, 5, 8), "f4"),
+        )
+        fastattn.attention(*inputs, bias=bias, out=out)
+        np.testing.assert_array_equal(out, the_long_way(*inputs, bias=bias))
+        known = np.zeros((2, 3, 5, 8), np.float32)
+        with pytest.raises(ValueError, match="out must not overlap bias"):
+            fastattn.attention(*inputs, bias=known[..., :5], out=known)
+    assert len(repeat._known) == 1
+
+
 def test_arrays_that_are_not_aligned(rng):
     """The layout does not say: the address does."""
     inputs = arrays(rng)
     expected = fastattn.attention(*inputs)
-    buffer = np.zeros(inputs[0].nbytes + 1, np.uint8)[1:]
-    odd = buffer.view(np.float32).reshape(inputs[0].shape)
+    odd = not_aligned(inputs[0].shape)
     odd[...] = inputs[0]
     assert not odd.flags.aligned
     assert fastattn.attention(odd, *inputs[1:]).tobytes() == expected.tobytes()

@@ -218,23 +218,27 @@ class Repeat:
         arrays: tuple[np.ndarray | None, ...],
         ranges: np.ndarray | None = None,
         table: np.ndarray | None = None,
+        out: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
         """Return (out, lse or None) for q, k and v, or these with mask and bias; None if write()
         cannot.
 
         ranges, table  Operands.ranges and block_table, if the call had them
+        out            of the layout that the call had, if it had one
         """
-        out, lse = self.new_results()
+        out, lse = self.new_out() if out is None else out, self.new_lse()
         masks = (0, 0) if len(arrays) == 3 else ()
         places = (*map(address, arrays), *masks, address(out))
         return (out, lse) if self.write(places, (arrays, out), lse, ranges, table) else None
 
-    def new_results(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """(out, lse or None), without contents."""
+    def new_out(self) -> np.ndarray:
+        """A result without contents."""
         out = self._new_out()
-        if self._axes is not None:
-            out = out.transpose(self._axes)
-        return out, None if self._lse_shape is None else np.empty(self._lse_shape, self._lse_dtype)
+        return out if self._axes is None else out.transpose(self._axes)
+
+    def new_lse(self) -> np.ndarray | None:
+        """lse without contents, if the call had it."""
+        return None if self._lse_shape is None else np.empty(self._lse_shape, self._lse_dtype)
 
     def write(
         self,
@@ -249,8 +253,10 @@ class Repeat:
         layout does not say, or if there is too little memory.
         """
         job = Job.from_buffer_copy(self._job)
-        job[_Q], job[_K], job[_V], job[_MASK], job[_BIAS], job[_OUT] = q, k, v, _, bias, _ = places
-        if (q | k | v) & self._low_bits or bias & self._bias_bits:
+        job[_Q], job[_K], job[_V], job[_MASK], job[_BIAS], job[_OUT] = q, k, v, _, bias, out = (
+            places
+        )
+        if (q | k | v | out) & self._low_bits or bias & self._bias_bits:
             return False
         if ranges is not None:
             job[_RANGES] = address(ranges)
