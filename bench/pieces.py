@@ -318,7 +318,7 @@ def changing(modifier: Modifier | None, dtype: str, lanes: int):
         return jit(lambda x, h, i, j, aux: x * scale)
     if modifier.argument == "score_mod":
         run = score_mod(modifier, dtype, lanes)
-        return jit(lambda x, h, i, j, aux: run(x * scale, 0, h, i, j, aux))
+        return jit(lambda x, h, i, j, aux: run((x * scale,), 0, h, i, j, aux)[0])
     run = mask_mod(modifier, dtype, lanes)
 
     @jit

@@ -43,7 +43,8 @@ def builder(modifier, dtype):
             for n in range(0, f[2], lanes):
                 if scores:
                     # scaled first, as in the forward kernel
-                    store(out, n, run(load(s, n) * scale, f[3], f[4], f[5], f[6] + n, f[7]))
+                    (x,) = run((load(s, n) * scale,), f[3], f[4], f[5], f[6] + n, f[7])
+                    store(out, n, x)
                 else:
                     store(out, n, where(run(f[3], f[4], f[5], f[6] + n, f[7]), one, zero))
             return 0

@@ -63,6 +63,34 @@ def test_score_mod_with_aux_of_heads_and_keys(rng):
     agree(q, k, v, {"bias": bias}, score_mod=score_mod, aux=(slopes, keys))
 
 
+def test_score_mod_of_keys_that_fill_any_number_of_registers(rng):
+    """Four at a time, and the last ones more than once."""
+    q, k, v = arrays(rng)
+    keys = rng.standard_normal(300, dtype=np.float32)
+
+    def score_mod(score, b, h, i, j, aux):
+        return score + aux[0][j]
+
+    for count in range(7, 150, 7):
+        some = k[:, :, :count], v[:, :, :count]
+        agree(q, *some, {"bias": keys[:count]}, score_mod=score_mod, aux=(keys,))
+
+
+def test_largest_and_smallest_scores_stay_finite(rng):
+    """In base 2 they would be infinite; rows of them are uniform, and neither NaN nor empty."""
+    q, k, v = arrays(rng)
+    rows = np.zeros(70, np.float32)
+    rows[3], rows[5] = np.finfo(np.float32).max, np.finfo(np.float32).min
+
+    def score_mod(score, b, h, i, j, aux):
+        return mods.where(aux[0][i] == 0, score, aux[0][i])
+
+    out = fastattn.attention(q, k, v, score_mod=score_mod, aux=(rows,), backend="cpu")
+    mean = v.mean(axis=-2).repeat(2, axis=1)[:, :, None]
+    np.testing.assert_allclose(out[:, :, [3, 5]], mean.repeat(2, axis=2), atol=1e-5)
+    assert np.isfinite(out).all()
+
+
 def test_a_modifier_made_anew_is_the_same_kernel(rng, monkeypatch):
     q, k, v = arrays(rng)
     fastattn.attention(q, k, v, mask_mod=mods.sliding_window(40, 9), backend="cpu")

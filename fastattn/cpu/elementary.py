@@ -122,26 +122,43 @@ def exp(builder, x, dtype: str):
     return power
 
 
-def tanh(builder, x, dtype: str):
-    """LLVM value: tanh(x) = e / (e + 2) with e = exp(2|x|) - 1, and the sign of x.
+def tanh(builder, values: list, dtype: str) -> list:
+    """LLVM values: tanh(x) = e / (e + 2) with e = exp(2|x|) - 1, and the sign of x, for each x.
+
+    Step by step as exp2().
 
     2|x| = n ln 2 + r with a plain ln 2: what its last digits miss shifts tanh by less than its own.
     """
     bits, bias = FORMAT[dtype]
-    integer = ir.VectorType(INTEGER[dtype], x.type.count)
-    magic = constant(x.type, 1.5 * 2.0**bits + bias)
-    size = less(builder, constant(x.type, LIMITS[dtype][2]), call(builder, "fabs", [x]))
-    twice = builder.fadd(size, size)
-    shifted = call(builder, "fma", [twice, constant(x.type, LOG2_E), magic])
-    n = builder.fsub(shifted, magic)
-    r = call(builder, "fma", [n, constant(x.type, -LN_2[dtype][0]), twice])
-    rest = _polynomial(builder, r, EXPM1[dtype])
-    rest = call(builder, "fma", [builder.fmul(r, r), rest, r])
-    scale = builder.shl(builder.bitcast(shifted, integer), constant(integer, bits))
-    scale = builder.bitcast(scale, x.type)
+    vector, integer = values[0].type, ir.VectorType(INTEGER[dtype], values[0].type.count)
+    magic, one, two = (constant(vector, c) for c in (1.5 * 2.0**bits + bias, 1.0, 2.0))
+    per_unit, unit = constant(vector, LOG2_E), constant(vector, -LN_2[dtype][0])
+    largest = constant(vector, LIMITS[dtype][2])
+
+    def each(step, *operands: list) -> list:
+        return [step(*xs) for xs in zip(*operands, strict=True)]
+
+    def fma(x, y, z):
+        return call(builder, "fma", [x, y, z])
+
+    sizes = each(lambda x: less(builder, largest, call(builder, "fabs", [x])), values)
+    twice = each(builder.fadd, sizes, sizes)
+    shifted = each(lambda x: fma(x, per_unit, magic), twice)
+    whole = each(lambda x: builder.fsub(x, magic), shifted)
+    rests = each(lambda n, x: fma(n, unit, x), whole, twice)
+    coefficients = [constant(vector, c) for c in EXPM1[dtype]]
+    powers = [coefficients[-1]] * len(values)
+    for c in coefficients[-2::-1]:
+        powers = each(lambda p, r, c=c: fma(p, r, c), powers, rests)
+    powers = each(lambda p, r: fma(builder.fmul(r, r), p, r), powers, rests)
+    exponents = each(
+        lambda x: builder.shl(builder.bitcast(x, integer), constant(integer, bits)), shifted
+    )
+    scales = each(lambda n: builder.bitcast(n, vector), exponents)
     # exp(2|x|) - 1 = scale * rest + (scale - 1): no digit is lost where |x| is small
-    e = call(builder, "fma", [scale, rest, builder.fsub(scale, constant(x.type, 1.0))])
-    return call(builder, "copysign", [builder.fdiv(e, builder.fadd(e, constant(x.type, 2.0))), x])
+    e = each(lambda scale, p: fma(scale, p, builder.fsub(scale, one)), scales, powers)
+    sizes = each(lambda x: builder.fdiv(x, builder.fadd(x, two)), e)
+    return each(lambda size, x: call(builder, "copysign", [size, x]), sizes, values)
 
 
 def half_erfc(builder, a, dtype: str):

@@ -157,7 +157,8 @@ def slopes_block(variant: Variant, lanes: int):
                     t = tanh(x / softcap)
                     x, slope = t * softcap, slope - t * t
                 if modified:
-                    slope = slope * slope_of(x, item[BATCH], h, i, first_j + n, aux)
+                    (bent,) = slope_of((x,), item[BATCH], h, i, first_j + n, aux)
+                    slope = slope * bent
                 old = load(ds, place)
                 # A hidden key keeps its 0, also where the slope is no number.
                 store(ds, place, where(old == scalar(0), old, old * slope))

@@ -10,9 +10,12 @@ are 64-bit scalars.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ..modifier import AuxTypes, Modifier
@@ -22,26 +25,32 @@ from .registers import FLOAT, I32, I64, Register, call, convert
 
 BIT = ir.IntType(1)
 SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-ELEMENTARY = {"exp": elementary.exp, "log": elementary.log, "tanh": elementary.tanh}
+ELEMENTARY = {
+    "exp": lambda builder, xs, dtype: [elementary.exp(builder, x, dtype) for x in xs],
+    "log": lambda builder, xs, dtype: [elementary.log(builder, x, dtype) for x in xs],
+    "tanh": elementary.tanh,
+}
 
 
 def score_mod(modifier: Modifier, dtype: str, lanes: int):
-    """Intrinsic: score_mod(score, b, h, i, j, aux) -> register of floats.
+    """Intrinsic: score_mod(scores, b, h, i, j, aux) -> as many registers of floats.
 
-    score  register of floats, scaled
+    scores  tuple of registers of floats, scaled, that lie side by side
     b, h, i  int64
     j      int64: the keys are j, j + 1, ..., one for each lane
     aux    int64: address of job.aux_table()
     """
-    register = Register("float", dtype, lanes)
 
     @intrinsic
-    def run(typingctx, score, b, h, i, j, aux):
+    def run(typingctx, scores, b, h, i, j, aux):
         def codegen(context, builder, sig, args):
-            return _emit(builder, modifier, dtype, lanes, args)
+            some = cgutils.unpack_tuple(builder, args[0])
+            return context.make_tuple(
+                builder, scores, _emit(builder, modifier, dtype, lanes, some, *args[1:])
+            )
 
         integer = types.int64
-        return register(register, integer, integer, integer, integer, integer), codegen
+        return scores(scores, integer, integer, integer, integer, integer), codegen
 
     return run
 
@@ -53,7 +62,7 @@ def mask_mod(modifier: Modifier, dtype: str, lanes: int):
     @intrinsic
     def run(typingctx, b, h, i, j, aux):
         def codegen(context, builder, sig, args):
-            truth = _emit(builder, modifier, dtype, lanes, (None, *args))
+            (truth,) = _emit(builder, modifier, dtype, lanes, [None], *args)
             return builder.sext(truth, register.vector)
 
         integer = types.int64
@@ -62,29 +71,40 @@ def mask_mod(modifier: Modifier, dtype: str, lanes: int):
     return run
 
 
-def _emit(builder, modifier: Modifier, dtype: str, lanes: int, args):
-    """Emit all steps; return the result, a register of floats or of single bits."""
-    score, b, h, i, j, aux = args
+def _emit(builder, modifier: Modifier, dtype: str, lanes: int, scores, b, h, i, j, aux) -> list:
+    """Emit each step for all registers before the next; return the results, registers of floats or
+    of single bits.
+    """
     emitter = _Emitter(builder, dtype, lanes, aux, modifier.aux)
+    count = len(scores)
     inputs = {
-        "score": Value("register", score),
-        "b": Value("scalar", b),
-        "h": Value("scalar", h),
-        "i": Value("scalar", i),
-        "j": Value("run", j, 1),
+        "score": [Value("register", score) for score in scores],
+        "b": [Value("scalar", b)] * count,
+        "h": [Value("scalar", h)] * count,
+        "i": [Value("scalar", i)] * count,
+        "j": [Value("run", builder.add(j, same(j, n * lanes)), 1) for n in range(count)],
     }
-    values: list[Value] = []
+    values: list[list[Value]] = []  # of each step, for each register
     for operation, kind, *operands in modifier.steps:
         if operation in inputs:
             value = inputs[operation]
         elif operation == "const":
-            value = emitter.constant(kind, operands[0])
+            value = [emitter.constant(kind, operands[0])] * count
         elif operation == "aux":
-            value = emitter.element(operands[0], [values[n] for n in operands[1:]])
+            slot, *places = operands
+            indices = [[values[n][m] for n in places] for m in range(count)]
+            value = _each(indices, functools.partial(emitter.element, slot))
         else:
-            value = emitter.apply(operation, kind, [values[n] for n in operands])
+            given = [[values[n][m] for n in operands] for m in range(count)]
+            value = emitter.apply(operation, kind, given)
         values.append(value)
-    return as_register(builder, values[-1], lanes)
+    return [as_register(builder, value, lanes) for value in values[-1]]
+
+
+def _each(operands: list[list[Value]], one: Callable[[list[Value]], Value]) -> list[Value]:
+    """one() of the operands of each register; once if that is a scalar, which all share."""
+    first = one(operands[0])
+    return [first] * len(operands) if first.form == "scalar" else [first, *map(one, operands[1:])]
 
 
 class _Emitter:
@@ -108,16 +128,22 @@ class _Emitter:
     def vector(self, element) -> ir.VectorType:
         return ir.VectorType(element, self.lanes)
 
-    def apply(self, operation: str, kind: str, operands: list[Value]) -> Value:
-        """One operation of the vocabulary."""
+    def apply(self, operation: str, kind: str, operands: list[list[Value]]) -> list[Value]:
+        """One operation of the vocabulary on the operands of each register."""
+        if operation in ELEMENTARY:
+            xs = [as_register(self.builder, x, self.lanes) for (x,) in operands]
+            results = ELEMENTARY[operation](self.builder, xs, self.dtype)
+            return [Value("register", x) for x in results]
+        return _each(operands, functools.partial(self.one, operation, kind))
+
+    def one(self, operation: str, kind: str, operands: list[Value]) -> Value:
+        """An operation that is not a chain of many instructions, on one register."""
         run = _run_arithmetic(self.builder, operation, operands) if kind == "int" else None
         if run is not None:
             return run
         form, values = self.uniform(operation, operands)
         if operation == "convert":
             return Value(form, self.convert(values[0], kind))
-        if operation in ELEMENTARY:
-            return Value(form, ELEMENTARY[operation](self.builder, values[0], self.dtype))
         if operation in SIGNS:
             return Value(form, _compare(self.builder, SIGNS[operation], *values))
         return Value(form, EMIT[operation](self.builder, *values))
@@ -126,7 +152,7 @@ class _Emitter:
         """(form, LLVM values) of the operands: all scalars, or all registers, integers of one
         width: 64 bits for a product, or if an operand has them; else 32.
         """
-        if all(operand.form == "scalar" for operand in operands) and operation not in ELEMENTARY:
+        if all(operand.form == "scalar" for operand in operands):
             return "scalar", [operand.ir for operand in operands]
         wide = operation == "mul" or any(o.ir.type == self.vector(I64) for o in operands)
         values = [as_register(self.builder, o, self.lanes, wide) for o in operands]

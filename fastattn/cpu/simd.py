@@ -6,7 +6,7 @@ import functools
 from types import SimpleNamespace
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from .elementary import exp, exp2, half_erfc, tanh
@@ -193,6 +193,14 @@ def _arithmetic_operations(made) -> None:
 
         return four(*[register] * 4), codegen
 
+    @intrinsic
+    def tanh_of_some(typingctx, values):
+        def codegen(context, builder, sig, args):
+            some = cgutils.unpack_tuple(builder, args[0])
+            return context.make_tuple(builder, values, tanh(builder, some, made.dtype))
+
+        return values(values), codegen
+
     made.fma = elementwise(3, lambda b, x, y, z: call(b, "fma", [x, y, z]))
     made.vmax, made.vmin = elementwise(2, greater), elementwise(2, less)
     made.number_min = elementwise(2, lambda b, x, y: call(b, "minnum", [x, y]))
@@ -202,12 +210,24 @@ def _arithmetic_operations(made) -> None:
     made.half_erfc = elementwise(1, lambda b, a: half_erfc(b, a, made.dtype))
     made.exp2 = elementwise(1, lambda b, x: exp2(b, [x], made.dtype)[0])
     made.exp2_of_four = exp2_of_four
-    made.tanh = elementwise(1, lambda b, x: tanh(b, x, made.dtype))
+    made.tanh = elementwise(1, lambda b, x: tanh(b, [x], made.dtype)[0])
+    made.tanh_of_some = tanh_of_some
 
 
 def _selection(made) -> None:
-    """where(truth, x, y) on registers."""
+    """where(truth, x, y) on registers; some(truth): whether any lane is true."""
     register = made.register
+
+    @intrinsic
+    def some(typingctx, truth):
+        def codegen(context, builder, sig, args):
+            bits = builder.icmp_signed("<", args[0], constant(args[0].type, 0))
+            number = ir.IntType(register.lanes)
+            return builder.icmp_unsigned(
+                "!=", builder.bitcast(bits, number), ir.Constant(number, 0)
+            )
+
+        return types.boolean(register.of("bool")), codegen
 
     @intrinsic
     def where(typingctx, truth, x, y):
@@ -221,4 +241,4 @@ def _selection(made) -> None:
 
         return register(truth, x, y), codegen
 
-    made.where = where
+    made.where, made.some = where, some
