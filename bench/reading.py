@@ -5,7 +5,7 @@ python bench/reading.py --cases decode-mha --threads 1 --rounds 41
 
 GB/s, and time over that of a plain read: each head's keys from first to last, then its values. "in
 blocks": as the kernel goes through them, BLOCK_N keys and as many values in turn; "asking": with
-lines asked for as far ahead as the kernel does. "call": fastattn.attention, arithmetic and Python
+lines asked for ahead, in level 2. "call": fastattn.attention, arithmetic and Python
 included. All start their threads alike.
 """
 
@@ -27,7 +27,7 @@ from fastattn.cpu import compile, threads
 from fastattn.machine import default_num_threads
 from fastattn.plan import BLOCK_N
 
-FURTHER = 8192  # as cpu.stream has it, whose import would bring Numba
+FURTHER = 8192  # bytes: about as far as the kernel
 
 
 class Order(NamedTuple):
@@ -50,7 +50,7 @@ def read_kernel(unit, further: int):
     """Kernel: draw heads and read them; job: (k, v, counter, heads, floats of a head, of a block,
     sums).
     """
-    from fastattn.cpu.memory import address, at, fetch_add, pointer_to, prefetch_near
+    from fastattn.cpu.memory import address, at, fetch_add, pointer_to, prefetch
     from fastattn.cpu.registers import jit
     from fastattn.cpu.simd import operations
 
@@ -66,7 +66,7 @@ def read_kernel(unit, further: int):
         for i in range(0, count, step):
             if ahead != 0:
                 for place in range(0, step, line):
-                    prefetch_near(x, i + ahead + place)
+                    prefetch(x, i + ahead + place)
             a, b = vmax(load(x, i), a), vmax(load(x, i + lanes), b)
             c, d = vmax(load(x, i + 2 * lanes), c), vmax(load(x, i + 3 * lanes), d)
         store(sums, 0, vmax(a, c))

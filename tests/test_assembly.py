@@ -157,6 +157,35 @@ def test_keys_of_few_rows_are_asked_for_line_by_line_amid_the_products(target, d
     assert asks[-1] - asks[0] > 3 * len(asks)  # not in a run
 
 
+@on_x86
+@floats
+@pytest.mark.parametrize("rows", [1, 2])
+def test_values_of_few_rows_are_asked_for_amid_the_products(target, dtype, rows):
+    from fastattn.cpu.memory import pointer_to
+    from fastattn.cpu.registers import ITEMSIZE, jit
+    from fastattn.cpu.stream import FEW_TILES, stream_outputs
+
+    real, size = pointer_to(dtype), ITEMSIZE[dtype]
+    run = stream_outputs(dtype, target.unit, rows)
+
+    @jit
+    def body(job):
+        p, v, acc, sums = real(job[0]), real(job[1]), real(job[2]), real(job[3])
+        run(p, job[4], job[5], v, job[6], acc, job[7], sums)
+
+    hot = {}
+    for loop in loops(compile.assembly(wrapped(body), target)):
+        if products := count(fused(target, dtype), loop):
+            assert not on_stack(loop)
+            assert not count(CALL, loop)
+            hot[products] = count("prefetcht0", loop)
+    lines = {
+        nv: -(-nv * target.unit.lanes(size) * size // LINE)
+        for nv in (*FEW_TILES[target.unit.registers][rows - 1], 1)
+    }
+    assert hot == {rows * nv: number for nv, number in lines.items()}
+
+
 def row_kernel(target, dtype):
     """Assembly of the online softmax on one row."""
     from fastattn.cpu.memory import pointer_to

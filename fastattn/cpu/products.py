@@ -25,7 +25,7 @@ from .microkernel import (
 from .registers import ITEMSIZE, jit
 from .simd import operations
 from .square import dot_square, dot_squares, row_registers
-from .stream import FEW_TILES, FURTHER, stream_outputs
+from .stream import FEW_TILES, PIECE, stream_outputs
 
 # Dimensions that one chain of a score adds up. A chain of 224 errs 2.7 times as much as NumPy's
 # small products do, one of 64 at most 1.9 times; shorter ones cost more than they give.
@@ -261,13 +261,10 @@ def few_outputs(dtype: str, unit: VectorUnit):
                other rows have read them before
         """
         shapes = FEW_TILES[unit.registers][rows - 1]
-        wide_width, slim_width = widths = [nv * lanes for nv in shapes]
-        steps = [FURTHER // (width * ITEMSIZE[dtype]) if rows == 1 else 0 for width in widths]
+        wide_width, slim_width = (nv * lanes for nv in shapes)
+        ahead = PIECE if rows == 1 else 0
         asking, slim_asking = (product(dtype, lanes, rows, nv, asks=ROWS_AHEAD) for nv in shapes)
-        wide, slim = (
-            product(dtype, lanes, rows, nv, asks=step, level=1)
-            for nv, step in zip(shapes, steps, strict=True)
-        )
+        wide, slim = (product(dtype, lanes, rows, nv, asks=ahead, level=1) for nv in shapes)
         count = np.int64(rows)  # for a literal, Numba would compile what is called once more
 
         @jit

@@ -7,16 +7,12 @@ import functools
 import numpy as np
 
 from ..machine import VectorUnit
-from .job import LINE
-from .memory import at, prefetch_near
+from .memory import at
 from .microkernel import product
 from .registers import ITEMSIZE, jit
 from .simd import operations
 
 PIECE = 16  # values that stay in the level-1 cache while all rows and columns take their turns
-# Bytes to ask for ahead of what is read, in level 1 (without: decode-gqa 1.11 times the time). Each
-# piece loaded before its products, and asked for 4 KiB ahead in level 2: 1.07 to 1.09 on AVX2.
-FURTHER = 8192
 # Registers of columns of the tiles for one row and for two, by number of vector registers: with one
 # row, a value is used once and needs no register.
 FEW_TILES = {16: ((8, 4), (4, 2)), 32: ((8, 4), (8, 4))}
@@ -29,15 +25,20 @@ def stream_outputs(dtype: str, unit: VectorUnit, mr: int):
 
     mr    rows that are multiplied at once, 1 or 2; count must be a multiple
     sums  (count, width) scratch for the chains of a block, which go on from piece to piece
+
+    The products of a piece ask for the next one, all of them: only those of the first rows 1.04 to
+    1.06 times the time (decode-gqa), in a run before the products 1.12, on AVX2 1.25.
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
     wide_nv, slim_nv = FEW_TILES[unit.registers][mr - 1]
-    wide, slim, rest = (product(dtype, lanes, mr, nv, goes_on=True) for nv in (wide_nv, slim_nv, 1))
+    wide, slim, rest = (
+        product(dtype, lanes, mr, nv, asks=PIECE, level=1, goes_on=True)
+        for nv in (wide_nv, slim_nv, 1)
+    )
     wide_width, slim_width = wide_nv * lanes, slim_nv * lanes
     simd = operations(dtype, lanes)
     load, store, splat = simd.load, simd.store, simd.splat
-    zero, line = getattr(np, dtype)(0), LINE // ITEMSIZE[dtype]
-    further = FURTHER // ITEMSIZE[dtype]
+    zero = getattr(np, dtype)(0)
 
     @jit
     def piece(p, s_stride, count, v, depth, width, sums):
@@ -62,10 +63,7 @@ def stream_outputs(dtype: str, unit: VectorUnit, mr: int):
             store(sums, d, splat(zero))
         for n in range(0, depth, PIECE):
             here = min(PIECE, depth - n)
-            values = at(v, n * width)
-            for d in range(0, here * width, line):
-                prefetch_near(values, d + further)
-            piece(at(p, n), s_stride, count, values, here, width, sums)
+            piece(at(p, n), s_stride, count, at(v, n * width), here, width, sums)
         for d in range(0, count * width, lanes):
             store(acc, d, load(acc, d) + load(sums, d))
 
