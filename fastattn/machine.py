@@ -82,9 +82,17 @@ def _read(path: str) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_name() -> str:
-    """The processor as it names itself; else its architecture."""
-    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+    """The processor as it names itself; else its architecture. Under a hypervisor, where all of a
+    maker have one name, with family and model.
+    """
+    entries = re.findall(r"^([^:\n]*?)\s*:\s*(.+?)\s*$", _read("/proc/cpuinfo"), re.MULTILINE)
+    facts = dict(reversed(entries))  # the first of each
+    name = facts.get("model name") or facts.get("Model")
+    if name is None:
+        return platform.processor() or platform.machine()
+    if re.search(r"\d", name) or not {"cpu family", "model"} <= facts.keys():
+        return name
+    return f"{name} (family {facts['cpu family']}, model {facts['model']})"
 
 
 @lru_cache(maxsize=1)
