@@ -229,7 +229,7 @@ def test_softmax_loop_is_vectors_only(target, dtype):
     in_fours, in_twos = {4 * terms, 2 * terms}, {2 * terms}
     # LLVM 15 turns the loop of fours on Arm into one that is not found here.
     hidden = OLD_LLVM and target.unit == NEON
-    assert counts == (in_twos if hidden or target.unit == AVX512 else in_fours)
+    assert counts == (in_twos if hidden else in_fours)
     for loop in hot:
         assert not count(ONE_LANE, loop)
         # Sixteen registers cannot hold four chains and all constants.
