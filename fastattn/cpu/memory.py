@@ -100,15 +100,21 @@ def pointer_to(dtype: str):
     return cast
 
 
-@intrinsic
-def prefetch(typingctx, pointer, index):
-    """Ask for the line of pointer[index]: see registers.prefetch_line()."""
+def _prefetch(level: int):
+    """Intrinsic: ask for the line of pointer[index]: see registers.prefetch_line()."""
 
-    def codegen(context, builder, sig, args):
-        prefetch_line(builder, *args)
-        return context.get_dummy_value()
+    @intrinsic
+    def prefetch(typingctx, pointer, index):
+        def codegen(context, builder, sig, args):
+            prefetch_line(builder, *args, level)
+            return context.get_dummy_value()
 
-    return types.void(pointer, types.int64), codegen
+        return types.void(pointer, types.int64), codegen
+
+    return prefetch
+
+
+prefetch, prefetch_near = _prefetch(2), _prefetch(1)
 
 
 @intrinsic
