@@ -196,6 +196,9 @@ def test_packed_calls_are_explained(monkeypatch):
     assert (plan.backend, problem.right) == ("numpy", 0)
     monkeypatch.setattr("fastattn.api.plan_backward", lambda problem, *others: problem)
     assert fastattn.explain_varlen(q, k, k, edges, keys, causal=True, gradients=True) == problem
+    monkeypatch.setattr("fastattn.api.plan", lambda problem, backend, placement: placement)
+    monkeypatch.setattr("fastattn.api.placement_of", lambda operands, backend: "on a GPU")
+    assert fastattn.explain_varlen(q, k, k, edges, keys) == "on a GPU"
 
 
 def test_empty_lists_are_ints():

@@ -316,6 +316,20 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANT
 
 
 @on_each_target
+def test_loops_are_not_unrolled(target):
+    """Tiles are, where they are made; more would be code that no call is faster for."""
+
+    def kernel(job, scratch, quota):
+        total = quota
+        for n in range(quota):
+            total = total * (total + n)
+        return total
+
+    (loop,) = loops(compile.assembly(kernel, target))
+    assert count(r"imul|mul\s|madd", loop) == 1
+
+
+@on_each_target
 @pytest.mark.parametrize("variant", [pytest.param(VARIANTS["float32"], id="float32"), *_rare()])
 def test_combine_kernel_needs_nothing_from_outside(target, variant):
     from fastattn.cpu.decode import combine_kernel

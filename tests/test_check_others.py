@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -231,6 +232,21 @@ def test_unknown_keywords_are_refused_by_name(function, names):
         message = re.escape(f"{function.__name__}() got an unexpected keyword argument {name!r}")
         with pytest.raises(TypeError, match=f"^{message}$"):
             function(*arrays, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    "explain",
+    [
+        partial(fastattn.explain, *[ones(2, 3, 8)] * 3),
+        partial(fastattn.explain_varlen, *[ones(2, 3, 8)] * 3, [0, 2], [0, 2]),
+    ],
+    ids=["explain", "explain_varlen"],
+)
+def test_what_is_to_be_explained(explain):
+    with pytest.raises(TypeError, match=r"^gradients must be a bool, got int"):
+        explain(gradients=1)
+    with pytest.raises(ValueError, match=r"^backend must be one of .*, got 'gpu'"):
+        explain(backend="gpu")
 
 
 def test_signatures_show_the_keywords_that_are_passed_on():

@@ -40,6 +40,14 @@ def test_memory_that_nobody_refers_to_serves_the_next_result():
     assert floats().ctypes.data == place
 
 
+def test_it_serves_one_result_at_a_time_and_of_its_size():
+    for nbytes in (MIB // 2, MIB, 2 * MIB):
+        floats(nbytes)
+    one, two = floats(), floats()
+    assert not np.shares_memory(one, two)
+    assert [block.nbytes for block in results._blocks] == [MIB // 2, 2 * MIB]
+
+
 def last_base(out):
     while getattr(out, "base", None) is not None:
         out = out.base
