@@ -17,7 +17,7 @@ from processes import PACKAGE, fresh
 import fastattn
 from fastattn import commands, plan, repeat
 from fastattn.benchmark import cases, peers, verify
-from fastattn.commands import bench, info
+from fastattn.commands import bench, info, terminal
 from fastattn.cpu import built_in, compile, prebuilt, threads
 from fastattn.cpu import run as cpu_run
 from fastattn.problem import Variant
@@ -232,10 +232,23 @@ def test_warmup_says_why_not(one_kernel, capsys, monkeypatch, tmp_path):
     assert "File exists" in capsys.readouterr().err
 
 
-def test_warmup_without_rich(one_kernel, capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+@pytest.mark.parametrize("lacks", ["rich", "a terminal", "nothing"])
+def test_progress(lacks, one_kernel, capsys, monkeypatch, tmp_path):
+    """A bar, or where none can be drawn, a line for each kernel, and one a minute."""
+    if lacks == "rich":
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    else:
+        pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: lacks != "a terminal")
     assert run("warmup", "--target", TARGET, "--into", tmp_path / "kernels") == 0
-    assert capsys.readouterr().err == "1/1 combine float32\n"
+    line = "1/1 combine float32\n"
+    found = capsys.readouterr().err
+    assert (found == line) is (lacks != "nothing")
+    assert "combine float32" in found
+    with terminal.meter() as show:
+        show(0.5, "half")
+    assert ("half" in capsys.readouterr().err) is (lacks == "nothing")
 
 
 def test_bench(capsys, monkeypatch, tmp_path):
@@ -246,7 +259,9 @@ def test_bench(capsys, monkeypatch, tmp_path):
     kept, picture = tmp_path / "a" / "samples.json", tmp_path / "picture.png"
     options = ("--rounds", 2, "--threads", 1, "--peers", "numpy,jax,ort gqa")
     assert run("bench", "--cases", "tiny", *options, "--json", kept, "--plot", picture) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert not out.startswith("\n")  # where a bar would have been
+    assert err == ""
     # On one thread JAX takes no part, nor does GroupQueryAttention in what is not causal.
     for word in ("tiny", "fastattn numpy", "numpy formula", "takes every core", "always causal"):
         assert word in out

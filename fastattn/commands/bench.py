@@ -80,7 +80,8 @@ def measure(options: argparse.Namespace, screen: Console) -> dict[str, dict]:
         raise missing("the number of NumPy's threads", "threadpoolctl", extra) from error
     results = {}
     turns = len(options.peers) * (options.rounds + 1)
-    with threadpool_limits(options.threads, "blas"), Progress(console=screen, transient=True) as p:
+    progress = Progress(console=screen, transient=True, disable=not screen.is_terminal)
+    with threadpool_limits(options.threads, "blas"), progress as p:
         task = p.add_task("", total=turns * len(options.cases))
         for done, case in enumerate(options.cases):
             p.update(task, description=case.name, completed=turns * done)

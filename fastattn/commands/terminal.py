@@ -65,16 +65,26 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
-def each(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
-    """The items, with a progress bar on stderr; a line for each where rich is not installed."""
+def _has_bars() -> bool:
+    """Whether progress bars can be drawn: on a terminal, by rich."""
     try:
-        from rich.console import Console
-        from rich.progress import Progress
+        import rich.console
+        import rich.progress  # noqa: F401
     except ImportError:
+        return False
+    return sys.stderr.isatty()
+
+
+def each(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
+    """The items, with a progress bar on stderr; a line for each where there can be none."""
+    if not _has_bars():
         for number, item in enumerate(items, 1):
             print(f"{number}/{len(items)} {describe(item)}", file=sys.stderr)
             yield item
         return
+    from rich.console import Console
+    from rich.progress import Progress
+
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(items))
         for item in items:
@@ -85,13 +95,13 @@ def each(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
 
 @contextmanager
 def meter() -> Iterator[Callable[[float, str], None]]:
-    """show(share done, text): a progress bar on stderr; without rich, a line a minute."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
+    """show(share done, text): a progress bar on stderr; a line a minute where there can be none."""
+    if not _has_bars():
         yield _lines()
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=1.0)
