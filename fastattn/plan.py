@@ -19,8 +19,8 @@ SPLIT_N = 1024
 BLOCK_M = 768
 MC = 48  # rows whose scores are held at once
 NUMPY_LEAST = 16  # query rows: smaller blocks save nothing beside NumPy's own
-# Query rows and keys of a block of the gradients, for all dtypes and head_dim: whole register tiles
-# both ways, as each stands for rows in one product and for columns in another.
+# Query rows and keys of a block of the gradients, for all dtypes and head_dim: whole registers both
+# ways, as each stands for rows in one product and for columns in another.
 BACKWARD_M, BACKWARD_N = 112, 224
 # Work below this is faster on one thread: waking another costs 10 us, and 40 under a hypervisor.
 FLOP_PER_THREAD = 3_000_000
