@@ -294,6 +294,28 @@ def test_scores_of_a_block(machine, dtype, storage, head_dim, rng):
 
 
 @everywhere
+@pytest.mark.parametrize("gap", [0, 3])
+def test_values_as_they_lie_are_added_in_the_order_of_packed_ones(machine, dtype, gap, rng):
+    """Numbers that are rounded: one chain a block, however it is cut into pieces."""
+    _, _, nr = tile_of(machine, dtype)
+    lanes, keys = lanes_of(machine, dtype), 53
+    for count in (1, 2, 3, 4):
+        for width in (lanes, 4 * lanes, 8 * lanes, 13 * lanes):
+            v = Guarded((keys, width), dtype, gap=gap)
+            p = Guarded((count, keys), dtype, gap=2)
+            sums = Guarded((4 * width,), dtype)
+            for buffer in (v, p):
+                buffer.view[...] = rng.standard_normal(buffer.view.shape)
+            parts = [v.view[:, d : d + nr].ravel() for d in range(0, width, nr)]
+            found = []
+            for which, values, step in ((2, np.concatenate(parts), keys), (3, v, v.stride)):
+                acc = Guarded((count, width), dtype, value=np.ones((count, width), dtype))
+                on_block(machine, which, p, values, acc, p.stride, step, 0, keys, width, sums)
+                found.append(acc)
+            found[1].check(found[0].view)
+
+
+@everywhere
 @pytest.mark.parametrize(("keys", "gap"), [(7, 3), (53, 0)])  # 53: several pieces of a stream
 def test_output_of_a_block(machine, dtype, keys, gap, rng):
     """acc += p @ v from packed values and from values as they lie, over any range of keys."""
