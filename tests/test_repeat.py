@@ -128,6 +128,19 @@ def test_results_in_memory_of_the_caller(view, lse, rng):
     assert len(repeat._known) == 1
 
 
+def test_the_layout_of_the_memory_of_the_caller_counts(rng):
+    q, k, v = arrays(rng)
+    wanted = fastattn.attention(q, k, v)
+    for view in (np.array, reversed_rows, seqlen_first):
+        out = view(np.full(q.shape, np.nan, np.float32))
+        assert fastattn.attention(q, k, v, out=out) is out
+        np.testing.assert_array_equal(out, wanted)
+    assert len(repeat._known) == 4
+    for wrong in (out[..., :4], out[:1], out.astype(np.float64), np.broadcast_to(out[:1], q.shape)):
+        with pytest.raises((TypeError, ValueError), match="out must"):
+            fastattn.attention(q, k, v, out=wrong)
+
+
 def test_memory_that_may_not_be_written_to_is_still_refused(rng):
     q, k, v = arrays(rng)
     out = np.empty_like(q)
@@ -159,9 +172,9 @@ def test_a_bias_with_a_result_in_memory_of_the_caller(rng):
         )
         fastattn.attention(*inputs, bias=bias, out=out)
         np.testing.assert_array_equal(out, the_long_way(*inputs, bias=bias))
-        known = np.zeros((2, 3, 5, 8), np.float32)
+        within = out.reshape(-1)[:25].reshape(5, 5)  # of the layout that is known
         with pytest.raises(ValueError, match="out must not overlap bias"):
-            fastattn.attention(*inputs, bias=known[..., :5], out=known)
+            fastattn.attention(*inputs, bias=within, out=out)
     assert len(repeat._known) == 1
 
 
@@ -241,6 +254,8 @@ def test_what_is_not_kept(rng):
     fastattn.attention(q, k, v, kv_len=4)
     fastattn.attention(q, k, v, mask=np.ones((5, 5), bool).tolist())
     fastattn.attention(q[:, :0], k, v)
+    fastattn.attention(q[None], k[None], v[None])  # whose places need a table
+    fastattn.attention(q[None], k[None], v[None], out=np.empty_like(q[None]))
     assert not repeat._known
 
 

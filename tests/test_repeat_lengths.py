@@ -26,8 +26,8 @@ def normal(rng, *shape):
 
 
 def the_long_way(q, k, v, **options):
-    """Calls with `out` are not kept."""
-    return fastattn.attention(q, k, v, **options, out=np.empty_like(q))
+    """The same, with rows of each batch entry: such calls are not kept."""
+    return fastattn.attention(q, k, v, **options, q_len=q.shape[-2])
 
 
 @pytest.fixture
@@ -61,6 +61,23 @@ def test_what_is_kept_is_answered_without_check(paged, monkeypatch):
     assert found.tobytes() == longer.tobytes()
     with pytest.raises(TypeError, match="not callable"):  # more keys than it was planned for
         fastattn.attention(q, k, v, kv_len=np.array([255, 257]), **call)
+
+
+@pytest.mark.parametrize("on_pages", [True, False])
+def test_results_in_memory_of_the_caller(paged, rng, on_pages):
+    q, k, v, table = paged
+    call = {"block_table": table} if on_pages else {}
+    if not on_pages:
+        k, v = normal(rng, 2, 2, 320, 8), normal(rng, 2, 2, 320, 8)
+    out = np.empty_like(q)
+    for lengths in ([255, 1], [256, 3], [250, 0]):
+        call["kv_len"] = np.array(lengths)
+        out.fill(np.nan)
+        assert fastattn.attention(q, k, v, **call, out=out) is out
+        np.testing.assert_array_equal(out, the_long_way(q, k, v, **call))
+        with pytest.raises(ValueError, match="out must not overlap q"):
+            fastattn.attention(q, k, v, **call, out=q)
+    assert len(repeat._known) == 1
 
 
 def test_lengths_of_each_entry_without_pages(rng):
