@@ -104,6 +104,20 @@ def test_block_m_is_bounded(threads, heads):
     assert block_m_for(0, heads, threads) == 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "block_m"), [(768, 768), (769, 432), (1024, 528), (1536, 768), (1600, 576)]
+)
+def test_parts_are_even(rows, block_m):
+    assert block_m_for(rows, 8, 1) == block_m
+
+
+def test_smaller_plans_are_of_whole_strips(with_cpu):
+    chosen = on(1, problem(760, 5000))
+    while chosen is not None:
+        assert chosen.block_m in (760, 384, 192, 96, MC)
+        chosen = planning.smaller(chosen)
+
+
 def test_blocks_that_fix_the_bits_depend_on_the_dtype_only(with_cpu):
     for dtype, storage in (("float32", "float32"), ("float64", "float64"), ("float32", "float16")):
         plans = [

@@ -104,3 +104,30 @@ def test_other_threads_find_where_variables_live():
         other.join()
     assert found[0] is None
     assert found[1] is not None
+
+
+def test_an_error_lets_go_of_the_locks():
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.errors import TypingError
+    from numba.core.registry import cpu_target
+
+    from fastattn.cpu.translation import translate
+
+    def wrong(job, scratch, quota):
+        return quota + "text"
+
+    with pytest.raises(TypingError):
+        translate(wrong)
+    locks = [global_compiler_lock._lock, cpu_target.typing_context.callstack._lock]
+    free = []
+
+    def look():
+        for lock in locks:
+            free.append(lock.acquire(blocking=False))
+            if free[-1]:
+                lock.release()
+
+    other = threading.Thread(target=look)  # this one may take what it holds once more
+    other.start()
+    other.join()
+    assert free == [True, True]
