@@ -256,6 +256,8 @@ def test_bench(capsys, monkeypatch, tmp_path):
     pytest.importorskip("threadpoolctl")
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("fastattn.benchmark.contest.SETTLE_SECONDS", 0.0)
+    # JAX, were it to run in this process, would refuse the forks of later tests.
+    monkeypatch.setattr(peers, "_available_cores", lambda: 2)
     kept, picture = tmp_path / "a" / "samples.json", tmp_path / "picture.png"
     options = ("--rounds", 2, "--threads", 1, "--peers", "numpy,jax,ort gqa")
     assert run("bench", "--cases", "tiny", *options, "--json", kept, "--plot", picture) == 0
@@ -263,7 +265,14 @@ def test_bench(capsys, monkeypatch, tmp_path):
     assert not out.startswith("\n")  # where a bar would have been
     assert err == ""
     # On one thread JAX takes no part, nor does GroupQueryAttention in what is not causal.
-    for word in ("tiny", "fastattn numpy", "numpy formula", "takes every core", "always causal"):
+    for word in (
+        ", 1 thread ",
+        "tiny",
+        "fastattn numpy",
+        "numpy formula",
+        "takes every core",
+        "always causal",
+    ):
         assert word in out
     content = json.loads(kept.read_text())["forward"]["tiny"]
     assert set(content["contenders"]) == {"fastattn numpy", "numpy formula"}

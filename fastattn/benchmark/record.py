@@ -70,7 +70,8 @@ def blas_libraries() -> list[str]:
 def machine_text(setting: dict[str, Any]) -> str:
     """On what a setting was measured: "AMD EPYC as x86-64-v3, 2 threads"."""
     as_target = f" as {setting['target']}" if setting.get("target") else ""
-    return f"{setting['cpu']}{as_target}, {setting['num_threads']} threads"
+    number = setting["num_threads"]
+    return f"{setting['cpu']}{as_target}, {number} thread{'s' * (number > 1)}"
 
 
 def read(path: Path) -> dict[str, dict[str, dict]]:
