@@ -131,7 +131,9 @@ def attention(
     ------
     ValueError   shapes or values that do not fit together
     TypeError    dtypes that differ or are not supported
-    ImportError  the named backend is not installed
+    ImportError  the named backend cannot run here
+    MemoryError  not even the smallest blocks find room; nothing has been computed
+    NotImplementedError  the Numba that is installed translates kernels otherwise
 
     Notes
     -----
