@@ -91,6 +91,41 @@ def test_largest_and_smallest_scores_stay_finite(rng):
     assert np.isfinite(out).all()
 
 
+def test_gradients_of_full_blocks_that_begin_or_end_amid_a_register(rng):
+    """Whole registers are computed: what lies before and behind the blocks must not count."""
+    q, k, v = arrays(rng)
+    dout = rng.standard_normal((2, 4, 70, 40), dtype=np.float32)
+
+    def between(b, h, i, j, aux):
+        return (j >= aux[0][0]) & (j < aux[0][1])
+
+    for ends in ((8, 296), (0, 40), (24, 56)):
+        aux = (np.array(ends),)
+        blocks = fastattn.create_block_mask(between, None, None, 70, 300, block=(8, 8), aux=aux)
+        flags = {"block_mask": blocks}
+        out, lse = fastattn.attention(q, k, v, **flags, return_lse=True, backend="numpy")
+        found, exact = (
+            fastattn.attention_backward(dout, q, k, v, out, lse, **flags, backend=name)[:3]
+            for name in ("cpu", "numpy")
+        )
+        for a, b in zip(found, exact, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_minus_infinity_of_a_score_mod_hides_also_where_the_product_is(rng):
+    q, k, v = arrays(rng)
+    q[..., 0], k[:, :, 7], v[:, :, 7] = 1e30, 0, np.inf
+    k[..., 0] = 0
+    k[:, :, 7, 0] = -1e30
+
+    def same(score, b, h, i, j, aux):
+        return score + 0
+
+    out = fastattn.attention(q, k, v, score_mod=same, backend="cpu")
+    assert np.isfinite(out).all()
+    assert np.isnan(fastattn.attention(q, k, v, backend="cpu")).all()  # nothing hides the key
+
+
 def test_a_modifier_made_anew_is_the_same_kernel(rng, monkeypatch):
     q, k, v = arrays(rng)
     fastattn.attention(q, k, v, mask_mod=mods.sliding_window(40, 9), backend="cpu")
