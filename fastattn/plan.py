@@ -17,6 +17,7 @@ SPLIT_N = 1024
 # Query rows of a work item at most. More rows share the packing of a key block; their state should
 # stay in the level-2 cache, or little of it leave it (384: 1.02 times the time, head_dim 256 too).
 BLOCK_M = 768
+ROW_BYTES = 3 << 20  # of their queries and two outputs at most: packed keys and scores take more
 MC = 48  # rows whose scores are held at once
 NUMPY_LEAST = 16  # query rows: smaller blocks save nothing beside NumPy's own
 # Query rows and keys of a block of the gradients, for all dtypes and head_dim: whole registers both
@@ -168,7 +169,8 @@ def _cpu_plan(problem: Problem, reason: str, num_threads: int) -> Plan:
     heads = problem.batch * problem.heads_kv
     rows = problem.group * problem.seqlen_q
     threads = threads_for(problem, num_threads)
-    block_m = block_m_for(rows, heads, threads)
+    width = (problem.head_dim + 2 * problem.head_dim_v) * ITEMSIZE[problem.variant.dtype]
+    block_m = block_m_for(rows, heads, threads, ROW_BYTES // max(width, 1))
     blocks = heads * -(-rows // block_m)
     splits = -(-problem.seqlen_k // SPLIT_N)
     # Splitting pays where there are too few blocks of queries to go round, and costs a pass over
@@ -216,11 +218,12 @@ def smaller(plan: Plan) -> Plan | None:
     return replace(plan, block_m=block_m, work_items=blocks)
 
 
-def block_m_for(rows: int, heads: int, threads: int) -> int:
-    """Rows of a work item: even parts of at most BLOCK_M, or fewer where threads would otherwise
-    wait for the last item.
+def block_m_for(rows: int, heads: int, threads: int, most: int = BLOCK_M) -> int:
+    """Rows of a work item: even parts of at most BLOCK_M and `most`, or fewer where threads would
+    otherwise wait for the last item.
     """
-    block_m = rows if rows <= BLOCK_M else -(-rows // -(-rows // BLOCK_M) // MC) * MC
+    most = max(min(BLOCK_M, most) // MC * MC, MC)
+    block_m = rows if rows <= most else -(-rows // -(-rows // most) // MC) * MC
     while block_m > 2 * MC and heads * -(-rows // block_m) < 4 * threads:
         block_m = -(-block_m // 2 // MC) * MC
     return max(block_m, 1)

@@ -111,6 +111,22 @@ def test_parts_are_even(rows, block_m):
     assert block_m_for(rows, 8, 1) == block_m
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype", "block_m"),
+    [
+        (256, 256, "float32", 768),
+        (512, 512, "float32", 480),
+        (256, 256, "float64", 480),
+        (16, 1024, "float32", 336),
+        (50_000, 9, "float32", MC),
+    ],
+)
+def test_wide_rows_are_fewer(head_dim, head_dim_v, dtype, block_m, with_cpu):
+    """The scratch of a thread is bounded: its rows take 3 MiB, or are MC."""
+    of_rows = problem(6000, 100, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+    assert on(1, of_rows).block_m == block_m
+
+
 def test_smaller_plans_are_of_whole_strips(with_cpu):
     chosen = on(1, problem(760, 5000))
     while chosen is not None:
