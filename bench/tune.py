@@ -34,7 +34,7 @@ from fastattn.problem import Plan
 VALUES = {
     "BLOCK_N": (64, 128, 256, 512),
     "BLOCK_M": (96, 192, 384, 1536),
-    "MC": (28, 42, 48, 56, 84, 96),
+    "MC": (24, 36, 48, 60, 72, 96),
     "SPLIT_N": (512, 1024, 2048, 4096),
 }
 SIZES = ("block_m", "block_n", "mc", "split_n", "num_splits", "work_items", "num_threads")
@@ -110,24 +110,41 @@ def measure(case: Case, knobs: list[str], rounds: int) -> dict[str, dict]:
     return results
 
 
-def table(results: dict[str, dict[str, dict]], num_threads: int) -> Table:
-    """A line for each size tried, a column for each workload."""
-    shown = Table(
-        title=f"time over that of the present choice, {num_threads} threads",
-        caption="; ".join(f"{knob} {present(knob)}" for knob in VALUES) + "; empty: the same plan",
-    )
-    for heading in ("tried", "all", *results):
-        shown.add_column(heading, justify="left" if heading == "tried" else "right")
-    names = dict.fromkeys(tried for found in results.values() for tried in found)
-    for tried in names:
-        ratios = [
-            np.divide(found[tried]["seconds"], found[tried]["present"]) if tried in found else None
-            for found in results.values()
+def tables(results: dict[str, dict[str, dict]], num_threads: int) -> Iterator[Table]:
+    """One for each knob: a line for each workload, a column for each value tried."""
+    for knob in VALUES:
+        tried = [
+            name
+            for name in (f"{knob} {value}" for value in VALUES[knob])
+            if any(name in found for found in results.values())
         ]
-        medians = [float(np.median(ratio)) for ratio in ratios if ratio is not None]
-        mean = math.exp(np.mean(np.log(medians)))
-        shown.add_row(tried, f"{mean:.3f}", *(cell(ratio) for ratio in ratios))
-    return shown
+        if not tried:
+            continue
+        shown = Table(
+            title=f"time over that of {knob} {present(knob)}, {num_threads} threads",
+            caption="empty: the same plan; all: the geometric mean",
+        )
+        shown.add_column("workload")
+        for name in tried:
+            shown.add_column(name, justify="right")
+        for workload, found in results.items():
+            shown.add_row(workload, *(cell(ratio_of(found, name)) for name in tried))
+        shown.add_section()
+        shown.add_row("all", *(mean_of(results, name) for name in tried))
+        yield shown
+
+
+def ratio_of(found: dict[str, dict], tried: str) -> np.ndarray | None:
+    """Time over that of the present choice, per round; None if the plan is the same."""
+    result = found.get(tried)
+    return None if result is None else np.divide(result["seconds"], result["present"])
+
+
+def mean_of(results: dict[str, dict[str, dict]], tried: str) -> str:
+    """The geometric mean of the medians of all workloads."""
+    ratios = (ratio_of(found, tried) for found in results.values())
+    medians = [float(np.median(ratio)) for ratio in ratios if ratio is not None]
+    return f"{math.exp(np.mean(np.log(medians))):.3f}"
 
 
 def cell(ratio: np.ndarray | None) -> str:
@@ -170,7 +187,8 @@ def main() -> None:
         case.name: measure(case, options.knobs, options.rounds)
         for case in track(chosen, "workloads", console=console, transient=True)
     }
-    console.print(table(results, options.threads))
+    for shown in tables(results, options.threads):
+        console.print(shown)
     if options.json:
         setting = repository.setting(options.threads)
         named = {

@@ -127,6 +127,13 @@ def test_tuned_plans(script):
     for values in tune.VALUES["BLOCK_N"]:
         assert values % 32 == 0
     assert all(hasattr(planning, knob) for knob in tune.VALUES)
+    tried = {"MC 24": {"present": [1.0, 2.0], "seconds": [2.0, 4.0]}}
+    other = {"MC 24": {"present": [2.0, 2.0], "seconds": [1.0, 1.0]}}
+    (shown,) = tune.tables({"one": tried, "two": other, "three": {}}, 2)
+    assert [list(column.cells) for column in shown.columns] == [
+        ["one", "two", "three", "all"],
+        ["2.00", "[green]0.50 *[/green]", "", "1.000"],
+    ]
 
 
 def test_shares_of_the_variants_are_what_they_see(script):
