@@ -35,8 +35,9 @@ class BuildWithKernels(build_py):
         if importlib.util.find_spec("numba") is None:
             self.warn("numba is not installed: the wheel will have no prebuilt kernels")
             return
-        # In a process of its own, which imports the copy: kernels are keyed by its sources.
-        subprocess.run([sys.executable, __file__, self.build_lib], check=True)
+        # In a process of its own, which imports the copy, as kernels are keyed by its sources, and
+        # leaves no bytecode in it, which would go into the wheel.
+        subprocess.run([sys.executable, "-B", __file__, self.build_lib], check=True)
 
 
 def compile_kernels(root: Path) -> None:

@@ -46,6 +46,7 @@ def wheel(pytestconfig, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*NOT_SOURCES))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FASTATTN_")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # users do not set it, and want no bytecode
     environment["PYTHONPATH"] = str(ROOT / "building")
     command = [sys.executable, "-c", BUILD, str(folder)]
     subprocess.run(command, cwd=folder / "tree", env=environment, check=True)
