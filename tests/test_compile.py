@@ -325,7 +325,7 @@ BROKEN = {
     "numba is another": (
         "numba",
         "x = 1",
-        "numba cannot be imported: ModuleNotFoundError: No module named 'numba.core'",
+        "numba cannot be imported: ImportError: cannot import name 'njit' from 'numba'",
     ),
     "numba lacks a part": (
         "numba",
