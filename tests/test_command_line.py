@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -262,7 +263,8 @@ def test_bench(capsys, monkeypatch, tmp_path):
     options = ("--rounds", 2, "--threads", 1, "--peers", "numpy,jax,ort gqa")
     assert run("bench", "--cases", "tiny", *options, "--json", kept, "--plot", picture) == 0
     out, err = capsys.readouterr()
-    assert not out.startswith("\n")  # where a bar would have been
+    if not metadata.version("rich").startswith("13.0."):  # ends a bar that is not shown with a line
+        assert not out.startswith("\n")
     assert err == ""
     # On one thread JAX takes no part, nor does GroupQueryAttention in what is not causal.
     for word in (

@@ -91,6 +91,7 @@ def test_mask_span(rng):
                     assert found == expected(seen, start, stop, hidden)
 
 
+@pytest.mark.unguarded
 @pytest.mark.skipif(not machines(), reason="no kernel can be compiled here")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
