@@ -184,22 +184,18 @@ def _arithmetic_operations(made) -> None:
             return intrinsic(lambda typingctx, x, y: (register(*types_), codegen))
         return intrinsic(lambda typingctx, x, y, z: (register(*types_), codegen))
 
-    @intrinsic
-    def exp2_of_four(typingctx, x, y, z, w):
-        four = types.UniTuple(register, 4)
+    def of_some(emit):
+        """On a tuple of registers, each step of `emit` for all of them before the next."""
 
-        def codegen(context, builder, sig, args):
-            return context.make_tuple(builder, four, exp2(builder, args, made.dtype))
+        @intrinsic
+        def run(typingctx, values):
+            def codegen(context, builder, sig, args):
+                some = cgutils.unpack_tuple(builder, args[0])
+                return context.make_tuple(builder, values, emit(builder, some, made.dtype))
 
-        return four(*[register] * 4), codegen
+            return values(values), codegen
 
-    @intrinsic
-    def tanh_of_some(typingctx, values):
-        def codegen(context, builder, sig, args):
-            some = cgutils.unpack_tuple(builder, args[0])
-            return context.make_tuple(builder, values, tanh(builder, some, made.dtype))
-
-        return values(values), codegen
+        return run
 
     made.fma = elementwise(3, lambda b, x, y, z: call(b, "fma", [x, y, z]))
     made.vmax, made.vmin = elementwise(2, greater), elementwise(2, less)
@@ -209,9 +205,8 @@ def _arithmetic_operations(made) -> None:
     made.exp = elementwise(1, lambda b, x: exp(b, x, made.dtype))
     made.half_erfc = elementwise(1, lambda b, a: half_erfc(b, a, made.dtype))
     made.exp2 = elementwise(1, lambda b, x: exp2(b, [x], made.dtype)[0])
-    made.exp2_of_four = exp2_of_four
     made.tanh = elementwise(1, lambda b, x: tanh(b, [x], made.dtype)[0])
-    made.tanh_of_some = tanh_of_some
+    made.exp2_of_some, made.tanh_of_some = of_some(exp2), of_some(tanh)
 
 
 def _selection(made) -> None:

@@ -44,7 +44,7 @@ def weigh_fours(dtype: str, lanes: int):
     Returns (n, total, other), n where it stopped.
     """
     simd = operations(dtype, lanes)
-    load, store, exp2_of_four, where = simd.load, simd.store, simd.exp2_of_four, simd.where
+    load, store, exp2_of_some, where = simd.load, simd.store, simd.exp2_of_some, simd.where
     scalar = getattr(np, dtype)
     neg_inf, hidden = scalar(-np.inf), scalar(-0.0)
 
@@ -54,7 +54,8 @@ def weigh_fours(dtype: str, lanes: int):
             one, two, three = n + lanes, n + 2 * lanes, n + 3 * lanes
             a, b, c, d = load(s, n), load(s, one), load(s, two), load(s, three)
             x, y, z, w = a * factor, b * factor, c * factor, d * factor
-            x, y, z, w = exp2_of_four(x - reference, y - reference, z - reference, w - reference)
+            x, y, z, w = x - reference, y - reference, z - reference, w - reference
+            x, y, z, w = exp2_of_some((x, y, z, w))
             if exclude:
                 x, y = where(a == neg_inf, hidden, x), where(b == neg_inf, hidden, y)
                 z, w = where(c == neg_inf, hidden, z), where(d == neg_inf, hidden, w)
