@@ -58,7 +58,10 @@ SUMS = {
     "rows": ("queries in", "rows out"),
     "rest": ("masks", "rest"),
 }
-DEFAULT = "bert-128,bert-512,vit-197,minilm-256,gpt2-1k-causal,dense-4k,sd-4k-d40,dim-37"
+DEFAULT = (
+    "bert-*,vit-197,minilm-256,causal-1k,gpt2-1k-causal,llama-2k-gqa,dense-4k,sd-4k-d40,dim-*,"
+    "mask-1k,bias-512,float64-1k"
+)
 
 
 @functools.cache
@@ -193,6 +196,16 @@ def least(case: cases.Case, peak: float) -> float:
     return float(heads * (pairs * (2 * columns / peak + ns["softmax"]) + keys * packing))
 
 
+def sums(ns: dict[str, float]) -> list[float]:
+    """Of the pieces, as the columns of SUMS."""
+    return [sum(ns[piece] for piece in together) for together in SUMS.values()]
+
+
+def percents(ns: dict[str, float]) -> list[str]:
+    """Of the peak: at most, a call on one thread, a call on all."""
+    return [f"{100 * ns['peak'] / ns[name]:.0f} %" for name in ("least", "call", "shared")]
+
+
 def prepare_anew() -> None:
     """Forget which kernel calls have found."""
     cpu_run._prepare.cache_clear()
@@ -206,15 +219,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=terminal.count, default=7, help="default 7")
     options = parser.parse_args()
     shown = Table("workload", title="ns a pair, one thread; per cent of the multiply-add peak")
-    for heading in ("peak", *SUMS, "call", "least", "% at most", "% one", "% all"):
+    for heading in ("peak", *SUMS, "call", "least", "at most", "one", "all"):
         shown.add_column(heading, justify="right")
     results = {}
     for case in options.cases:
         ns = results[case.name] = measure(case, options.rounds)
-        sums = (sum(ns[piece] for piece in together) for together in SUMS.values())
-        texts = [f"{spent:.2f}" for spent in (ns["peak"], *sums, ns["call"], ns["least"])]
-        texts += [f"{100 * ns['peak'] / ns[name]:.0f}" for name in ("least", "call", "shared")]
-        shown.add_row(case.name, *texts)
+        spent = (ns["peak"], *sums(ns), ns["call"], ns["least"])
+        shown.add_row(case.name, *(f"{each:.2f}" for each in spent), *percents(ns))
     terminal.console().print(shown)
     if options.json:
         kept = {name: {"ns": ns} for name, ns in results.items()}

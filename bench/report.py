@@ -1,9 +1,9 @@
-"""Turn a file of results into the tables of README.md and a picture beside the file; into a table
-of bench/README.md, if they are those of a lesser target.
+"""Turn a file of results into the tables of README.md and a picture beside the file. Those of the
+same processor held to AVX2, if they lie beside it, go into bench/README.md, and so does how far
+prefill is from what the machine allows.
 
 python bench/report.py
 python bench/report.py bench/results/some-processor.json
-FASTATTN_TARGET=x86-64-v3 python bench/report.py
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import backward
+import distance
 import numpy as np
 import repository
 
 from fastattn.benchmark import cases, peers, plots, record, summary
 
 README = repository.ROOT / "README.md"
-LESSER = repository.ROOT / "bench" / "README.md"
+BENCH_README = repository.ROOT / "bench" / "README.md"
 PEERS = (
     "Columns of peers: how many times longer they take than fastattn, median of interleaved "
     "rounds; below 1 the peer is faster, – where it cannot run the case."
 )
-BEGIN = "<!-- begin: written by bench/report.py -->"
-END = "<!-- end: written by bench/report.py -->"
+# What stands before and after a text in a README, by the text's name.
+MARKERS = {
+    name: [f"<!-- {word}{name}: written by bench/report.py -->" for word in ("begin", "end")]
+    for name in ("", " distance")
+}
 MIB = 1 << 20
 
 
@@ -109,7 +113,7 @@ def suite_table(forward: dict) -> str:
 
 
 def lesser_text(results: dict) -> str:
-    """All that stands between the markers of bench/README.md."""
+    """The suite as a lesser machine runs it, for bench/README.md."""
     return f"{suite_table(results['forward'])}\n\n{caption(results['forward'])}"
 
 
@@ -127,18 +131,35 @@ def text(results: dict, picture: str) -> str:
     return "\n\n".join(parts)
 
 
-def is_lesser(results: dict) -> bool:
-    """Whether kernels were compiled for less than the machine has."""
-    return any(result["setting"].get("target") for result in results["forward"].values())
+def distance_text(results: dict, lesser: dict) -> str:
+    """How far prefill is from what the machine allows, for bench/README.md."""
+    tables = [distance.pieces_table(results, lesser), distance.peers_table(results)]
+    return "\n\n".join([*(markdown(*table) for table in tables), caption(results["inside"])])
 
 
-def fill(readme: str, between: str) -> str:
-    """readme with the text between the markers replaced."""
-    head, _, rest = readme.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not end:
-        raise ValueError(f"README.md must hold the markers {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n{between}\n{END}{tail}"
+def fill(readme: str, between: str, name: str = "") -> str:
+    """readme with the text between the markers of that name replaced."""
+    begin, end = MARKERS[name]
+    head, _, rest = readme.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+        raise ValueError(f"README.md must hold the markers {begin} and {end}")
+    return f"{head}{begin}\n{between}\n{end}{tail}"
+
+
+def held_to_avx2(path: Path) -> dict:
+    """The results of the same processor as x86-64-v3; {} if there are none."""
+    beside = path.with_name(f"{path.stem}-x86-64-v3.json")
+    return json.loads(beside.read_text()) if beside.exists() else {}
+
+
+def fill_bench(readme: str, results: dict, lesser: dict) -> str:
+    """bench/README.md with all that the results say."""
+    if "forward" in lesser:
+        readme = fill(readme, lesser_text(lesser))
+    if "inside" in results:
+        readme = fill(readme, distance_text(results, lesser), " distance")
+    return readme
 
 
 def main() -> None:
@@ -148,13 +169,13 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="?", default=repository.RESULTS)
     path = parser.parse_args().results.resolve()
     results = json.loads(path.read_text())
-    if is_lesser(results):
-        LESSER.write_text(fill(LESSER.read_text(), lesser_text(results)))
-        return
+    if any(result["setting"].get("target") for result in results["forward"].values()):
+        parser.error(f"results must be those of code for the machine itself, got {path.name}")
     picture = path.with_suffix(".png")
     plots.draw(results, picture)
     between = text(results, picture.relative_to(repository.ROOT).as_posix())
     README.write_text(fill(README.read_text(), between))
+    BENCH_README.write_text(fill_bench(BENCH_README.read_text(), results, held_to_avx2(path)))
 
 
 if __name__ == "__main__":
