@@ -151,7 +151,7 @@ def attention(
     key = None  # of calls that may be repeated: see repeat.py
     if (
         (given is q or not any(map(is_device_view, arrays[:3])))
-        and alibi is sinks is q_len is None
+        and q_len is None
         and score_mod is mask_mod is None
         and block_mask is None
         and (type(aux) is tuple and not aux)
@@ -162,8 +162,9 @@ def attention(
             lengths = Lengths(align, None, kv_len, kv_start, block_table)
         numbers = (scale, causal, align, chunk, softcap, dropout_seed)
         scalars = (*numbers, precision, return_lse, backend)
-        key = repeat.key_of((*arrays, out), scalars, window, lengths)
-        found = repeat.answer(key, arrays, lengths, out)
+        others = (out,) if alibi is sinks is None else (out, alibi, sinks)
+        key = repeat.key_of((*arrays, *others), scalars, window, lengths)
+        found = repeat.answer(key, arrays, lengths, out, alibi, sinks)
         if found is not None:
             if given is not q:
                 result, lse = found

@@ -157,6 +157,15 @@ class Operands(NamedTuple):
     dropout_keys: np.ndarray | None = None
 
 
+class Others(NamedTuple):
+    """Those of Operands that a call like one before is given anew: C-contiguous."""
+
+    ranges: np.ndarray | None = None
+    block_table: np.ndarray | None = None
+    alibi: np.ndarray | None = None
+    sinks: np.ndarray | None = None
+
+
 class Gradients(NamedTuple):
     """The arrays of attention_backward() beside Operands, of which it reads out and lse.
 

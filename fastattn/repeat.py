@@ -2,8 +2,8 @@
 
 A model makes the same call thousands of times, layer after layer, and a small one spends more time
 on its arguments than on its numbers. Kept are calls of plain arrays on the cpu backend whose other
-arrays are mask and bias, and lengths and pages of each batch entry, which are looked at each time;
-all others take the long way.
+arrays are mask and bias, and slopes, sinks, lengths and pages of each batch entry, which are looked
+at each time; all others take the long way.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 
 from . import guards
 from .arguments import Lengths, lengths_of
+from .arrays import sinks_of, slopes_of
 from .cpu.threads import get_num_threads
 from .paging import places_of, table_of
-from .problem import Operands, Plan
+from .problem import Operands, Others, Plan
 
 if TYPE_CHECKING:
     from .cpu.run import Repeat
@@ -34,8 +35,8 @@ def key_of(
 ) -> Key | None:
     """What a call depends on besides addresses and lengths; None if it is not to be kept.
 
-    arrays: q, k and v in the memory of the CPU, or these with mask and bias, or with mask, bias and
-    out; all but the first three may be None.
+    arrays: q, k and v in the memory of the CPU, or these with mask and bias, or with mask, bias,
+    out, alibi and sinks; all but the first three may be None.
     options: its other arguments, which must be scalars.
     """
     if type(window) is not tuple or guards.ON:
@@ -75,21 +76,34 @@ def find(key: Key | None) -> Repeat | None:
     return _known.get(key)  # None is no key
 
 
-def ranges_and_table(
-    known: Repeat, k: np.ndarray, lengths: Lengths
-) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """Operands.ranges and block_table of a call like one with lengths that was made before; None if
-    these want another plan. Errors are those of check().
+def others_of(
+    known: Repeat,
+    k: np.ndarray,
+    lengths: Lengths,
+    alibi: Any = None,
+    sinks: Any = None,
+) -> Others | None:
+    """What a call like one that was made before has of them; None if it wants another plan. Errors
+    are those of check().
     """
-    lead, seqlen_q = known.lead, known.problem.seqlen_q
-    if lengths.block_table is None:
-        ranges, *_ = lengths_of(lead, seqlen_q, k.shape[-2], lengths, True)
-        return None if ranges is None else (ranges, None)
-    table = table_of(lengths.block_table)
-    if table.shape[:-1] != lead:
-        return None
-    ranges, table, keys = places_of(table, k.shape[::2], lead, seqlen_q, lengths)
-    return (ranges, table) if keys == known.problem.seqlen_k else None
+    problem, ranges, table = known.problem, None, None
+    if lengths.block_table is not None:
+        table = table_of(lengths.block_table)
+        if table.shape[:-1] != known.lead:
+            return None
+        ranges, table, keys = places_of(table, k.shape[::2], known.lead, problem.seqlen_q, lengths)
+        if keys != problem.seqlen_k:
+            return None
+    elif lengths is not NO_LENGTHS:
+        ranges, *_ = lengths_of(known.lead, problem.seqlen_q, k.shape[-2], lengths, True)
+        if ranges is None:
+            return None
+    if alibi is not None:
+        slopes = slopes_of(alibi, known.lead, problem.heads_q, problem.variant.dtype)
+        alibi = np.ascontiguousarray(slopes)
+    if sinks is not None:
+        sinks = sinks_of(sinks, problem.heads_q, problem.variant.dtype)
+    return Others(ranges, table, alibi, sinks)
 
 
 def answer(
@@ -97,19 +111,21 @@ def answer(
     arrays: tuple[Any, ...],
     lengths: Lengths = NO_LENGTHS,
     out: np.ndarray | None = None,
+    alibi: Any = None,
+    sinks: Any = None,
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
     """(out, lse or None) of a call, if one like it has been made before and `out`, if given, may be
-    written to.
+    written to. Errors are those of check().
     """
     known = _known.get(key)
     if known is None:
         return None
     if out is not None and not (out.flags.writeable and _is_apart(out, arrays)):
         return None
-    if lengths is NO_LENGTHS:
-        return known.run(arrays, out=out)
-    places = ranges_and_table(known, arrays[1], lengths)
-    return None if places is None else known.run(arrays, *places, out)
+    if lengths is NO_LENGTHS and alibi is sinks is None:
+        return known.run(arrays, out)
+    others = others_of(known, arrays[1], lengths, alibi, sinks)
+    return None if others is None else known.run(arrays, out, others)
 
 
 def _is_apart(out: np.ndarray, arrays: tuple[np.ndarray | None, ...]) -> bool:

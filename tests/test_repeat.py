@@ -222,6 +222,69 @@ def test_masks_biases_and_lse(name, rank, rng):
     assert len(repeat._known) == 1
 
 
+SLOPES = {
+    "of heads": lambda a: a[0],
+    "of the batch": lambda a: a,
+    "backwards": lambda a: a[:, ::-1],
+    "of one entry": lambda a: a[:1],
+    "float64": lambda a: a.astype(np.float64),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_other_slopes_and_sinks_of_the_same_layout(name, dtype, rng):
+    both, held = [rng.standard_normal((2, 3), np.float32) for _ in range(2)], []
+    for _ in range(3):
+        inputs = arrays(rng, dtype=dtype)
+        # What a call made of them is gone: nothing else may happen to lie where it did.
+        held += [np.zeros(n, t) for n in (3, 6) for t in "fd" for _ in range(20)]
+        alibi, sinks = SLOPES[name](both[0]), both[1][0].astype(dtype)
+        for a in both:
+            a[...] = rng.standard_normal((2, 3))  # in the same memory
+        for options in ({"alibi": alibi}, {"sinks": sinks}, {"alibi": alibi, "sinks": sinks}):
+            for lse in (False, True):
+                found = fastattn.attention(*inputs, **options, return_lse=lse)
+                wanted = the_long_way(*inputs, **options, return_lse=lse)
+                for a, b in zip(found, wanted, strict=True) if lse else [(found, wanted)]:
+                    assert a.tobytes() == b.tobytes()
+    assert len(repeat._known) == 6
+
+
+def test_slopes_and_sinks_of_one_head_and_with_lengths(rng):
+    for _ in range(2):
+        inputs, one = arrays(rng), rng.standard_normal(1, np.float32)
+        three, lengths = rng.standard_normal(3, np.float32), rng.integers(0, 6, 2)
+        found = fastattn.attention(*(a[0, 0] for a in inputs), alibi=one, sinks=-one)
+        wanted = the_long_way(*(a[0, 0] for a in inputs), alibi=one, sinks=-one)
+        assert found.tobytes() == wanted.tobytes()
+        options = {"alibi": three, "sinks": -three, "kv_len": lengths, "return_lse": True}
+        found = fastattn.attention(*inputs, **options)
+        for a, b in zip(found, the_long_way(*inputs, **options), strict=True):
+            assert a.tobytes() == b.tobytes()
+    assert len(repeat._known) == 2
+
+
+def test_a_row_that_sees_no_key_has_its_sink_as_lse(rng):
+    for sinks in rng.standard_normal((20, 3), np.float32):  # some are not sink * log2(e) * ln(2)
+        options = {"causal": True, "align": -2, "sinks": sinks}
+        _, lse = fastattn.attention(*arrays(rng), **options, return_lse=True)
+        np.testing.assert_array_equal(lse[:, :, :2], np.broadcast_to(sinks[:, None], (2, 3, 2)))
+
+
+@pytest.mark.parametrize("name", ["alibi", "sinks"])
+def test_slopes_and_sinks_by_the_same_rules(name, rng):
+    inputs, good = arrays(rng), np.ones(3)
+    fastattn.attention(*inputs, **{name: good})
+    for wrong in ([1, 1, 1], np.ones(2), np.ones(3, int), np.array([1, 1e39, 1])):
+        with pytest.raises((TypeError, ValueError), match=f"{name} must"):
+            fastattn.attention(*inputs, **{name: wrong})
+    if name == "alibi":
+        with pytest.raises(ValueError, match="alibi must be finite, got nan"):
+            fastattn.attention(*inputs, alibi=np.array([1, np.nan, 1]))
+    assert len(repeat._known) == 1
+
+
 def test_which_arrays_are_given_counts(rng):
     """One of the shape of a mask may be a bias, and a mask may broadcast in several ways."""
     q, k, v = arrays(rng, (2, 3, 5, 8), np.float64)
@@ -250,7 +313,8 @@ def test_what_is_not_kept(rng):
     fastattn.attention(q, k, v, backend="numpy")
     fastattn.attention(q, k, v, align=np.array([0, 1]))
     fastattn.attention(q, k, v, dropout_p=0.5)
-    fastattn.attention(q, k, v, sinks=np.ones(3, np.float32))
+    fastattn.attention(q, k, v, sinks=[1.0, 1.0, 1.0])
+    fastattn.attention(q, k, v, q_len=4)
     fastattn.attention(q, k, v, kv_len=4)
     fastattn.attention(q, k, v, mask=np.ones((5, 5), bool).tolist())
     fastattn.attention(q[:, :0], k, v)

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import guards
 from ..machine import VectorUnit
-from ..problem import Operands, Plan, Problem, Variant
+from ..problem import Operands, Others, Plan, Problem, Variant
 from ..results import maker
 from . import compile
 from .job import ITEM_SIZE, LINE, LN_2, PLACE, ROWS_AFTER, SPARE_REGISTERS, Counter, Job, pack
@@ -26,8 +26,8 @@ _UNTOUCHED = -1.0  # no sum of exponentials
 _Q, _K, _V, _MASK, _BIAS, _OUT, _LSE = (
     PLACE[name] for name in ("q", "k", "v", "mask", "bias", "out", "lse")
 )
-_RANGES, _TABLE, _MAX_PAGES, _COUNTER = (
-    PLACE[name] for name in ("ranges", "block_table", "max_pages", "counter")
+_RANGES, _TABLE, _MAX_PAGES, _ALIBI, _SINKS, _COUNTER = (
+    PLACE[name] for name in ("ranges", "block_table", "max_pages", "alibi", "sinks", "counter")
 )
 
 
@@ -196,7 +196,7 @@ def _draw(plan: Plan, prepared: _Prepared, job: Array, keep: tuple[Any, ...]) ->
 
 
 class Repeat:
-    """A call whose other arrays are mask, bias, lengths and pages, ready for more of its layout."""
+    """A call without modifiers, dropout and q_len, ready for more of its layout."""
 
     def __init__(self, plan: Plan, operands: Operands, shape: tuple[int, ...]):
         """shape: of the result, as many elements as operands.out."""
@@ -216,20 +216,19 @@ class Repeat:
     def run(
         self,
         arrays: tuple[np.ndarray | None, ...],
-        ranges: np.ndarray | None = None,
-        table: np.ndarray | None = None,
         out: np.ndarray | None = None,
+        others: Others | None = None,
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
         """Return (out, lse or None) for q, k and v, or these with mask and bias; None if write()
         cannot.
 
-        ranges, table  Operands.ranges and block_table, if the call had them
-        out            of the layout that the call had, if it had one
+        out     of the layout that the call had, if it had one
+        others  what the call had of them
         """
         out, lse = self.new_out() if out is None else out, self.new_lse()
         masks = (0, 0) if len(arrays) == 3 else ()
         places = (*map(address, arrays), *masks, address(out))
-        return (out, lse) if self.write(places, (arrays, out), lse, ranges, table) else None
+        return (out, lse) if self.write(places, (arrays, out), lse, others) else None
 
     def new_out(self) -> np.ndarray:
         """A result without contents."""
@@ -245,8 +244,7 @@ class Repeat:
         places: tuple[int, ...],
         keep: tuple[Any, ...],
         lse: np.ndarray | None = None,
-        ranges: np.ndarray | None = None,
-        table: np.ndarray | None = None,
+        others: Others | None = None,
     ) -> bool:
         """Write the result of q, k, v, mask and bias at these addresses, 0 for none, to that of
         out, all of which `keep` keeps alive, and to lse. False if one is not aligned, which the
@@ -258,11 +256,13 @@ class Repeat:
         )
         if (q | k | v | out) & self._low_bits or bias & self._bias_bits:
             return False
-        if ranges is not None:
-            job[_RANGES] = address(ranges)
-        if table is not None:
-            job[_TABLE], job[_MAX_PAGES] = address(table), table.shape[-1]
-        keep = (keep, ranges, table)
+        sinks = None
+        if others is not None:
+            ranges, table, alibi, sinks = others
+            job[_RANGES], job[_ALIBI], job[_SINKS] = address(ranges), address(alibi), address(sinks)
+            if table is not None:
+                job[_TABLE], job[_MAX_PAGES] = address(table), table.shape[-1]
+            keep = (keep, others)
         try:
             if lse is None:
                 _draw(self._plan, self._prepared, job, keep)
@@ -270,7 +270,7 @@ class Repeat:
                 state = np.empty(self._state_shape, self._lse_dtype)
                 job[_LSE] = address(state)
                 _draw(self._plan, self._prepared, job, (keep, state))
-                _write_lse(lse.reshape(self._state_shape[:-1]), state)
+                _write_lse(lse.reshape(self._state_shape[:-1]), state, sinks=sinks)
         except MemoryError:
             return False
         return True

@@ -138,11 +138,11 @@ def _attend(
         key = repeat.key_of(views, scalars, options["window"], lengths)
     known = repeat.find(key)
     if known is not None:
-        ready = repeat.ranges_and_table(known, views[1], lengths)
+        ready = repeat.others_of(known, views[1], lengths)
     checked = None if ready else _checked(views, lengths, options)
     if places is not None:
         cache.k[places], cache.v[places] = new
-    found = known.run(views, *ready) if known and ready else None
+    found = known.run(views, None, ready) if known and ready else None
     if found is not None:
         return found[0].swapaxes(1, 2), None
     problem, operands = checked or _checked(views, lengths, options)
