@@ -29,20 +29,26 @@ columns = pytest.mark.parametrize("col", [1, 3, 0])
 
 
 def maskings(dtype):
-    """Kernel (which, s, start, stop, width, ...): mask_row() or scores_row()."""
+    """Kernel (which, s, start, stop, width, ...): mask_row(), scores_row() or, its own arguments
+    in this order, hide_padding().
+    """
 
     def build(unit):
-        from fastattn.cpu.masking import mask_row, scores_row
+        from fastattn.cpu.masking import hide_padding, mask_row, scores_row
         from fastattn.cpu.memory import pointer_to
         from fastattn.cpu.registers import ITEMSIZE, jit
 
         real, lanes = pointer_to(dtype), unit.lanes(ITEMSIZE[dtype])
         hide, change = mask_row(dtype, lanes, None), scores_row(dtype, lanes, None)
+        hide_past = hide_padding(dtype, lanes)
         # What a modifier would be given.
         zero = np.int64(0)
 
         @jit
         def body(job):
+            if job[0] == 2:
+                hide_past(real(job[1]), job[2], job[3], job[4], job[5])
+                return
             s, start, stop, width, spare = real(job[1]), job[2], job[3], job[4], real(job[5])
             if job[0] == 0:
                 hide(
@@ -165,6 +171,20 @@ def test_mask_row_leaves_the_keys_outside_its_range_alone(machine, dtype):
     s, mask = Guarded((4 * lanes,), dtype, value=1), np.zeros(4 * lanes, bool)
     hide(machine, s, (lanes, 3 * lanes, 4 * lanes), (0, 4 * lanes), mask)
     s.check(np.repeat([1, -np.inf, -np.inf, 1], lanes))
+
+
+@everywhere
+def test_hide_padding_is_mask_row_where_only_the_last_keys_are_hidden(machine, dtype, rng):
+    lanes = lanes_of(machine, dtype)
+    n = 2 * lanes
+    for stop in range(n + 1, n + lanes):
+        s = Guarded((3, 4 * lanes), dtype, gap=5, value=whole_numbers(rng, 4 * lanes, dtype))
+        s.view[rng.random(s.view.shape) < 0.3] = np.nan
+        expected = s.view.copy()
+        for row in expected:
+            hide(machine, row, (n, n + lanes, stop), (0, stop))
+        call(machine, dtype, 2, s, s.stride, 3, n, stop)
+        s.check(expected)
 
 
 # --- changing -----------------------------------------------------------------------------------

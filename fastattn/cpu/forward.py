@@ -38,7 +38,7 @@ from .fields import (
 )
 from .items import describe_item
 from .job import ITEM_SIZE, ROWS_AFTER
-from .masking import mask_block, scores_block
+from .masking import hide_padding, mask_block, scores_block
 from .memory import address, at, pointer_to
 from .microkernel import pack_k, pack_v, tile_shape
 from .overflow import mark_overflow
@@ -155,6 +155,7 @@ def key_block(variant: Variant, unit: VectorUnit):
     score_packed = products.asking_scores(dtype, unit)
     score_few = products.few_scores(dtype, unit, storage)
     change, apply_mask = scores_block(variant, lanes), mask_block(variant, lanes)
+    hide_past = hide_padding(dtype, lanes)
     fold, mark_lost = softmax_block(variant, unit), mark_overflow(variant, unit)
     find_rows, real, as_stored = key_rows(variant), pointer_to(dtype), storage == dtype
     has_score_mod, has_mask_mod = variant.score_mod is not None, variant.mask_mod is not None
@@ -247,11 +248,11 @@ def key_block(variant: Variant, unit: VectorUnit):
             # Columns that every row sees need no mask: only those around them are masked.
             full_start = max(low_key(job, bottom) - n_start, start)
             full_stop = min(high_key(job, top, item[KEYS]) - n_start, hidden, padded)
+            partial = modify or full_start > start or full_stop < stop
             full_start = min((full_start + lanes - 1) // lanes * lanes, padded)
             full_stop = max(full_stop // lanes * lanes, full_start)
             if modify or full_start == full_stop:
                 full_start = full_stop = padded
-            partial = full_start > start or full_stop < padded
             careful = unsafe != 0 and (partial or hides)
             if careful:
                 mark_lost(
@@ -288,6 +289,8 @@ def key_block(variant: Variant, unit: VectorUnit):
                     spare,
                     modify,
                 )
+            elif stop < padded:
+                hide_past(s, s_stride, here, padded - lanes, stop)
             fold(
                 job,
                 item,

@@ -248,6 +248,28 @@ def mask_row(dtype: str, lanes: int, modifier: Modifier | None):
 
 
 @functools.cache
+def hide_padding(dtype: str, lanes: int):
+    """Kernel: hide the keys past the last one, `stop`, of a register from n on in `count` rows.
+
+    What mask_row() does, where these alone are hidden (197 keys: 0.97 of the time of a call).
+    """
+    simd = operations(dtype, lanes)
+    load, store, where, iota = simd.load, simd.store, simd.where, simd.iota
+    number_min = simd.number_min
+    scalar = getattr(np, dtype)
+    neg_inf, inf = scalar(-np.inf), scalar(np.inf)
+
+    @jit
+    def run(s, s_stride, count, n, stop):
+        limit = where(iota(n) < stop, inf, neg_inf)
+        for m in range(count):
+            row = at(s, m * s_stride)
+            store(row, n, number_min(load(row, n), limit))
+
+    return run
+
+
+@functools.cache
 def mask_block(variant: Variant, lanes: int):
     """Kernel: mask_row() on `count` rows of scores of one key block.
 
