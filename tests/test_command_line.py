@@ -252,6 +252,21 @@ def test_progress(lacks, one_kernel, capsys, monkeypatch, tmp_path):
     assert ("half" in capsys.readouterr().err) is (lacks == "nothing")
 
 
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_tables_are_as_wide_as_the_terminal(on_terminal, monkeypatch):
+    """Also once it has been resized; those of a file or a pipe are of one width."""
+    pytest.importorskip("rich")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
+    screen, found = terminal.console(), []
+    for columns in (80, 133):
+        size = os.terminal_size((columns, 24))
+        monkeypatch.setattr(os, "get_terminal_size", lambda *of, size=size: size)
+        found.append(screen.width)
+    assert found == ([80, 133] if on_terminal else [terminal.WIDTH] * 2)
+
+
 def test_bench(capsys, monkeypatch, tmp_path):
     pytest.importorskip("rich")
     pytest.importorskip("threadpoolctl")

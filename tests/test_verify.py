@@ -241,7 +241,7 @@ def test_an_interrupt_ends_it_with_what_was_found(monkeypatch, capfd, tmp_path):
         yield show
 
     monkeypatch.setattr(verify, "meter", meter)
-    path = tmp_path / "report.json"
+    path = tmp_path / "new" / "report.json"
     assert run("--seed", 3, "--calls", 10000, "--backend", "numpy", "--json", path) == 130
     out, err = capfd.readouterr()
     report = json.loads(path.read_text(encoding="utf-8"))
