@@ -126,6 +126,32 @@ def test_a_tile_too_large_spills(target, monkeypatch):
     assert on_stack(product_loop(target, "float32"))
 
 
+@floats
+@pytest.mark.parametrize("shape", [0, 1])
+def test_two_rows_share_a_register_without_permutations_or_spills(dtype, shape):
+    from fastattn.cpu.memory import pointer_to
+    from fastattn.cpu.microkernel import HALF_TILES, product
+    from fastattn.cpu.registers import ITEMSIZE, jit
+
+    target, real, (mr, nv) = TARGETS["x86-64-v4"], pointer_to(dtype), HALF_TILES[shape]
+    lanes = target.unit.lanes(ITEMSIZE[dtype])
+    tile = product(dtype, lanes, mr, nv, besides=True, half=True)
+
+    @jit
+    def body(job):
+        a, b, c = real(job[0]), real(job[2]), real(job[4])
+        more = real(job[8]), job[9], real(job[10]), job[11]
+        tile(a, job[1], b, job[3], c, job[5], job[6], job[7], *more)
+
+    assembly = compile.assembly(wrapped(body), target)
+    (loop,) = (loop for loop in loops(assembly) if count(fused(target, dtype), loop))
+    assert count(fused(target, dtype), loop) == mr * nv + mr // 2
+    assert count(r"v(blendm|mova)p.*\{%k\d\}", loop) == mr // 2
+    assert not count(r"v(perm|insert|shuf)", loop)
+    assert not on_stack(loop)
+    assert len(loop) <= mr * nv + nv + 3 * mr + 9
+
+
 X86_TARGETS = {name: target for name, target in TARGETS.items() if target.triple == X86}
 on_x86 = pytest.mark.parametrize("target", X86_TARGETS.values(), ids=X86_TARGETS)
 

@@ -316,13 +316,32 @@ def test_values_as_they_lie_are_added_in_the_order_of_packed_ones(machine, dtype
 
 
 @everywhere
+def test_output_of_a_row_has_the_same_bits_beside_any_rows(machine, dtype, rng):
+    """Numbers that are rounded. Where few columns are left, rows share registers."""
+    _, _, nr = tile_of(machine, dtype)
+    lanes, keys, count = lanes_of(machine, dtype), 53, 29
+    for width in (lanes, nr, nr + lanes, 2 * nr):
+        head_dim_v = width - lanes // 2
+        panels = rng.standard_normal(keys * width).astype(dtype)
+        p = Guarded((count, keys), dtype, gap=2, value=rng.standard_normal((count, keys)))
+        acc = Guarded((count, width), dtype, value=np.ones((count, width), dtype))
+        sizes = keys, 0, keys, head_dim_v
+        on_block(machine, 2, p, panels, acc, p.stride, *sizes)
+        for m in range(count):
+            row = Guarded((1, keys), dtype, value=p.view[m : m + 1])
+            alone = Guarded((1, width), dtype, value=np.ones((1, width), dtype))
+            on_block(machine, 2, row, panels, alone, row.stride, *sizes)
+            np.testing.assert_array_equal(acc.view[m, :head_dim_v], alone.view[0, :head_dim_v])
+
+
+@everywhere
 @pytest.mark.parametrize(("keys", "gap"), [(7, 3), (53, 0)])  # 53: several pieces of a stream
 def test_output_of_a_block(machine, dtype, keys, gap, rng):
     """acc += p @ v from packed values and from values as they lie, over any range of keys."""
     mr, _, nr = tile_of(machine, dtype)
     lanes = lanes_of(machine, dtype)
     panel_n = keys + 2
-    for count in (1, 2, 3, 4, mr, 2 * mr + 3):
+    for count in (1, 2, 3, 4, mr, mr + 1, 2 * mr + 5):
         for width in (lanes, nr, nr + lanes, 3 * nr, 9 * lanes, 11 * lanes):
             head_dim_v = width - (count % 3 + 1) * lanes // 4  # more or less than half a register
             v = Guarded((keys, width), dtype, gap=gap)

@@ -25,11 +25,14 @@ from .registers import (
     broadcast,
     call,
     constant,
+    halves,
     jit,
     load_vector,
+    lower_lanes,
     prefetch_line,
     row_offset,
     store_vector,
+    twice,
 )
 from .simd import operations
 from .square import transpose_square
@@ -38,6 +41,9 @@ from .square import transpose_square
 # columns + 1 broadcast fit. 14 rows would, too, but plan.MC is whole tiles of 12: a tile of two
 # rows takes as long as one of four, as each sum waits for itself (Zen 5: 0.97 of the time).
 TILE = {16: (6, 2), 32: (12, 2)}
+# The same where half a register of columns follows, in which two rows share one: 12 rows by 2.5
+# would need 34 registers. Both are parts of plan.MC.
+HALF_TILES = ((8, 2), (12, 1))
 ROWS_AHEAD = 32  # rows to ask for while one is packed
 
 
@@ -57,6 +63,7 @@ def product(
     level: int = 2,
     besides: bool = False,
     goes_on: bool = False,
+    half: bool = False,
 ):
     """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in
     registers.
@@ -73,24 +80,32 @@ def product(
           ROWS_AHEAD where a table says
     besides  whether it takes two more arguments, of asks.take(): what to ask for besides
     goes_on  whether the chains go on from what c holds, instead
+    half  whether the tile has half a register of columns more, of two rows in one register; then mr
+          is even, and after those of `besides` come two more arguments: where these columns of b
+          lie, and their row stride
 
-    Requires  mr * nv + nv + 1 vector registers. depth may be 0.
+    Requires  mr * nv + nv + 1 vector registers, with `half` mr // 2 + 2 more. depth may be 0.
     Writes    c only; reads it only if accumulate (its old contents may else be NaN).
     Source    Van Zee and van de Geijn 2015, BLIS: A Framework for Rapidly Instantiating BLAS
               Functionality.
     """
     vector = ir.VectorType(FLOAT[dtype], lanes)
     tile = [(m, n) for m in range(mr) for n in range(nv)]
+    tile += [(m, nv) for m in range(0, mr, 2) if half]
 
     def codegen(context, builder, sig, args):
-        a, rs_a, b, rs_b, c, rs_c, depth, accumulate, *other = args
+        a, rs_a, b, rs_b, c, rs_c, depth, accumulate, *more = args
+        other, shared = more[:2], more[2:]
         number = functools.partial(ir.Constant, I64)
         a_rows = [builder.gep(a, [builder.mul(number(m), rs_a)]) for m in range(mr)]
         c_at = {
-            (m, n): builder.add(builder.mul(number(m), rs_c), number(n * lanes)) for m, n in tile
+            (m, n): builder.add(builder.mul(number(m), rs_c), number(n * lanes))
+            for m in range(mr)
+            for n in range(nv + half)
         }
         zero, is_table = constant(vector, 0.0), isinstance(rs_b.type, ir.PointerType)
         start = {t: load_vector(builder, c, c_at[t], vector) if goes_on else zero for t in tile}
+        lower = lower_lanes(builder, lanes) if half else None
         before = builder.block
         loop, done = builder.append_basic_block("depth"), builder.append_basic_block("done")
         builder.cbranch(builder.icmp_signed(">", depth, number(0)), loop, done)
@@ -99,6 +114,7 @@ def product(
         d = builder.phi(I64)
         row, a_row = builder.phi(b.type), builder.phi(a.type)
         lines = [builder.phi(pointer.type) for pointer in other[:1]]
+        shared_rows = [builder.phi(pointer.type) for pointer in shared[:1]]
         acc = {t: builder.phi(vector) for t in tile}
         own_row = builder.gep(b, [row_offset(builder, rs_b, d)]) if is_table else row
         if is_table or asks:
@@ -109,16 +125,23 @@ def product(
         for line in lines:
             prefetch_line(builder, line, number(0))
         columns = [load_vector(builder, own_row, number(n * lanes), vector) for n in range(nv)]
-        new = {}
+        for line in shared_rows:
+            part = load_vector(builder, line, number(0), ir.VectorType(vector.element, lanes // 2))
+            columns.append(twice(builder, part))
+        new, elements = {}, []
         for m in range(mr):
             place = builder.gep(a_row, [number(m)]) if transposed else builder.gep(a_rows[m], [d])
-            element = broadcast(builder, builder.load(place), lanes)
+            elements.append(broadcast(builder, builder.load(place), lanes))
             for n in range(nv):
-                new[m, n] = call(builder, "fma", [element, columns[n], acc[m, n]])
+                new[m, n] = call(builder, "fma", [elements[m], columns[n], acc[m, n]])
+            if half and m % 2 == 1:
+                pair, both = (m - 1, nv), builder.select(lower, elements[m - 1], elements[m])
+                new[pair] = call(builder, "fma", [both, columns[nv], acc[pair]])
         d_next = builder.add(d, number(1))
         row_next = row if is_table else builder.gep(row, [rs_b])
         steps = [(d, number(0), d_next), (row, b, row_next), (a_row, a, builder.gep(a_row, [rs_a]))]
         steps += [(line, other[0], builder.gep(line, [other[1]])) for line in lines]
+        steps += [(line, shared[0], builder.gep(line, [shared[1]])) for line in shared_rows]
         for phi, first, step in steps + [(acc[t], start[t], new[t]) for t in tile]:
             phi.add_incoming(first, before)
             phi.add_incoming(step, loop)
@@ -133,14 +156,17 @@ def product(
             for t in tile:
                 store_vector(builder, c, c_at[t], acc[t])
             return context.get_dummy_value()
+        parts = {t: acc[t] for t in tile if t[1] < nv}
+        for m in range(0, mr if half else 0, 2):
+            parts[m, nv], parts[m + 1, nv] = halves(builder, acc[m, nv])
         with builder.if_else(builder.icmp_signed("!=", accumulate, number(0))) as (add, overwrite):
             with add:
-                for t in tile:
-                    old = load_vector(builder, c, c_at[t], vector)
-                    store_vector(builder, c, c_at[t], builder.fadd(old, acc[t]))
+                for t, part in parts.items():
+                    old = load_vector(builder, c, c_at[t], part.type)
+                    store_vector(builder, c, c_at[t], builder.fadd(old, part))
             with overwrite:
-                for t in tile:
-                    store_vector(builder, c, c_at[t], acc[t])
+                for t, part in parts.items():
+                    store_vector(builder, c, c_at[t], part)
         return context.get_dummy_value()
 
     def typed(a, b, rs_b, c, *other):
@@ -155,6 +181,14 @@ def product(
     def asking_product(typingctx, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, line, step):
         return typed(a, b, rs_b, c, line, types.int64)
 
+    @intrinsic
+    def half_product(
+        typingctx, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, line, step, shared, rs_shared
+    ):
+        return typed(a, b, rs_b, c, line, types.int64, shared, types.int64)
+
+    if half:
+        return half_product
     return asking_product if besides else tile_product
 
 
@@ -186,6 +220,25 @@ def rows_product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = Fa
             else:
                 m += 1
                 one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step)
+
+    return run
+
+
+@functools.cache
+def shared_product(dtype: str, lanes: int, mr: int, nv: int):
+    """Kernel: product() with half a register of columns more, for as many rows as fill tiles;
+    returns how many these are.
+    """
+    tile = product(dtype, lanes, mr, nv, besides=True, half=True)
+
+    @jit
+    def run(rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, asks, shared, rs_shared):
+        done = rows // mr * mr
+        for m in range(0, done, mr):
+            line, step = take(asks, depth, b)
+            x, y = at(a, m * rs_a), at(c, m * rs_c)
+            tile(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step, shared, rs_shared)
+        return done
 
     return run
 

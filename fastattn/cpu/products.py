@@ -15,10 +15,11 @@ from .asks import INTEGERS
 from .job import LINE
 from .memory import at, element_loader, prefetch_near, row_at, rows_follow, rows_from
 from .microkernel import (
+    HALF_TILES,
     asking_product,
     panel_product,
     product,
-    rows_product,
+    shared_product,
     tile_shape,
 )
 from .registers import ITEMSIZE, jit
@@ -210,22 +211,27 @@ def asking_outputs(dtype: str, unit: VectorUnit):
     asks        a list of asks.py, or null
     """
     multiply, add = asking_product(dtype, unit), np.int64(1)
-    lanes, (mr, nv) = unit.lanes(ITEMSIZE[dtype]), tile_shape(unit)
-    nr = nv * lanes
-    # A register as wide as two units that multiply: half of it takes half the time.
-    halves, half = unit == AVX512, lanes // 2
-    multiply_half = rows_product(dtype, half, mr, 1) if halves else multiply
+    lanes = unit.lanes(ITEMSIZE[dtype])
+    nr = tile_shape(unit)[1] * lanes
+    # Zen 5, and servers before it, take as long for half a register as for a whole one.
+    shares, half = unit == AVX512, lanes // 2
+    two_shared, one_shared = (shared_product(dtype, lanes, m, n) for m, n in HALF_TILES)
 
     @jit
     def run(p, s_stride, count, v, panel_n, start, stop, acc, acc_stride, head_dim_v, asks):
-        p, depth = at(p, start), stop - start
+        p, depth, done = at(p, start), stop - start, 0
         for d in range(0, acc_stride, nr):
-            width = min(nr, acc_stride - d)
+            width, left = min(nr, acc_stride - d), head_dim_v - d
             panel, to, wide = at(v, d * panel_n + start * width), at(acc, d), width == nr
-            if halves and head_dim_v - d <= half:
-                multiply_half(count, p, s_stride, panel, width, to, acc_stride, depth, add, asks)
-            else:
-                multiply(wide, count, p, s_stride, panel, width, to, acc_stride, depth, add, asks)
+            if shares:
+                place = count, p, s_stride, panel, width, to, acc_stride, depth, add, asks
+                if nr < left and left <= nr + half:
+                    shared = at(v, (d + nr) * panel_n + start * lanes)
+                    done = two_shared(*place, shared, lanes)
+                elif lanes < left and left <= lanes + half:
+                    done = one_shared(*place, at(panel, lanes), width)
+            rest, x, to = count - done, at(p, done * s_stride), at(to, done * acc_stride)
+            multiply(wide, rest, x, s_stride, panel, width, to, acc_stride, depth, add, asks)
 
     return run
 
