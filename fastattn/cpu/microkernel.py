@@ -64,6 +64,7 @@ def product(
     besides: bool = False,
     goes_on: bool = False,
     half: bool = False,
+    fewer: bool = False,
 ):
     """Intrinsic: c[m, n] (+)= sum_d a[m, d] * b[d, n] for one mr x (nv * lanes) tile, held in
     registers.
@@ -83,6 +84,8 @@ def product(
     half  whether the tile has half a register of columns more, of two rows in one register; then mr
           is even, and after those of `besides` come two more arguments: where these columns of b
           lie, and their row stride
+    fewer  whether it takes, after those of `besides`, how many rows there are: past the last one of
+           a and c comes that one again
 
     Requires  mr * nv + nv + 1 vector registers, with `half` mr // 2 + 2 more. depth may be 0.
     Writes    c only; reads it only if accumulate (its old contents may else be NaN).
@@ -95,11 +98,15 @@ def product(
 
     def codegen(context, builder, sig, args):
         a, rs_a, b, rs_b, c, rs_c, depth, accumulate, *more = args
-        other, shared = more[:2], more[2:]
+        other, shared = more[:2], more[2:] if half else []
         number = functools.partial(ir.Constant, I64)
-        a_rows = [builder.gep(a, [builder.mul(number(m), rs_a)]) for m in range(mr)]
+        rows = [number(m) for m in range(mr)]
+        if fewer:
+            last = builder.sub(more[2], number(1))
+            rows = [builder.select(builder.icmp_signed("<", m, last), m, last) for m in rows]
+        a_rows = [builder.gep(a, [builder.mul(row, rs_a)]) for row in rows]
         c_at = {
-            (m, n): builder.add(builder.mul(number(m), rs_c), number(n * lanes))
+            (m, n): builder.add(builder.mul(rows[m], rs_c), number(n * lanes))
             for m in range(mr)
             for n in range(nv + half)
         }
@@ -130,7 +137,7 @@ def product(
             columns.append(twice(builder, part))
         new, elements = {}, []
         for m in range(mr):
-            place = builder.gep(a_row, [number(m)]) if transposed else builder.gep(a_rows[m], [d])
+            place = builder.gep(a_row, [rows[m]]) if transposed else builder.gep(a_rows[m], [d])
             elements.append(broadcast(builder, builder.load(place), lanes))
             for n in range(nv):
                 new[m, n] = call(builder, "fma", [elements[m], columns[n], acc[m, n]])
@@ -161,9 +168,10 @@ def product(
             parts[m, nv], parts[m + 1, nv] = halves(builder, acc[m, nv])
         with builder.if_else(builder.icmp_signed("!=", accumulate, number(0))) as (add, overwrite):
             with add:
+                # All of them before the first is written: rows may be one row.
+                old = {t: load_vector(builder, c, c_at[t], parts[t].type) for t in parts}
                 for t, part in parts.items():
-                    old = load_vector(builder, c, c_at[t], part.type)
-                    store_vector(builder, c, c_at[t], builder.fadd(old, part))
+                    store_vector(builder, c, c_at[t], builder.fadd(old[t], part))
             with overwrite:
                 for t, part in parts.items():
                     store_vector(builder, c, c_at[t], part)
@@ -187,8 +195,12 @@ def product(
     ):
         return typed(a, b, rs_b, c, line, types.int64, shared, types.int64)
 
-    if half:
-        return half_product
+    @intrinsic
+    def low_product(typingctx, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, line, step, count):
+        return typed(a, b, rs_b, c, line, types.int64, types.int64)
+
+    if half or fewer:
+        return half_product if half else low_product
     return asking_product if besides else tile_product
 
 
@@ -197,9 +209,15 @@ def rows_product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = Fa
     """Kernel: product() for any number of rows: the tall tile, then lower ones.
 
     asks  a list of asks.py, or null
+
+    Four rows of two registers or fewer take four cycles a step, as each sum waits for itself. So no
+    tile is lower, and a few rows more than a tall one's are two of even height (Zen 5, cycles: five
+    rows as 4 + 1 7.4 to 8.0, as six 5.9; seven as 4 + 2 + 1 10.8 to 12, as eight 8.0).
     """
-    tall, four, two, one = (
-        product(dtype, lanes, m, nv, transposed, besides=True) for m in (mr, 4, 2, 1)
+    tall = product(dtype, lanes, mr, nv, transposed, besides=True)
+    high, six, four = (
+        product(dtype, lanes, m, nv, transposed, besides=True, fewer=True)
+        for m in (mr * 2 // 3, 6, 4)
     )
 
     @jit
@@ -208,18 +226,18 @@ def rows_product(dtype: str, lanes: int, mr: int, nv: int, transposed: bool = Fa
         while m < rows:
             line, step = take(asks, depth, b)
             x, y, left = at(a, m if transposed else m * rs_a), at(c, m * rs_c), rows - m
-            if left >= mr:
+            if left == mr or left > mr + 2:
                 m += mr
                 tall(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step)
-            elif left >= 4:
-                m += 4
-                four(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step)
-            elif left >= 2:
-                m += 2
-                two(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step)
+            elif left == 7 or left == 8 or left > mr:
+                m += mr * 2 // 3
+                high(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step, left)
+            elif left > 4:
+                m += 6
+                six(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step, left)
             else:
-                m += 1
-                one(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step)
+                m += 4
+                four(x, rs_a, b, rs_b, y, rs_c, depth, accumulate, line, step, left)
 
     return run
 
