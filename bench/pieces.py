@@ -220,14 +220,14 @@ def softmax_piece(block: Block) -> Piece:
         @jit
         def body(f):
             s, acc, state, rows, keys = real(f[0]), real(f[1]), real(f[2]), f[3], f[4]
-            top = largest(s, 0, keys)
+            top, next_top = largest(s, 0, keys), largest(at(s, f[5]), 0, keys)
             for m in range(rows):
                 row, out = at(s, m * f[5]), at(acc, m * f[6])
-                row_top = top
-                if m + 1 < rows:
-                    top = largest(at(row, f[5]), 0, keys)
+                ahead = at(row, 2 * f[5] if m + 2 < rows else 0)
                 row_max, row_sum = at(state, m), at(state, rows + m)
-                update(row, 0, keys, row_top, scale, out, f[6], row_max, row_sum, False)
+                to = out, f[6], row_max, row_sum
+                later = update(row, ahead, 0, keys, top, scale, *to, False)
+                top, next_top = next_top, later
 
         return body
 

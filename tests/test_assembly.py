@@ -227,9 +227,10 @@ def row_kernel(target, dtype):
     def body(job):
         scale, exclude = real(job[3])[0], job[8] != 0
         acc, row_max, row_sum = real(job[4]), real(job[6]), real(job[7])
-        s, start, stop = real(job[0]), job[1], job[2]
+        s, ahead, start, stop = real(job[0]), real(job[9]), job[1], job[2]
         top = largest(s, start, stop)
-        update(s, start, stop, top, scale, acc, job[5], row_max, row_sum, exclude)
+        top = update(s, ahead, start, stop, top, scale, acc, job[5], row_max, row_sum, exclude)
+        row_max[1] = top
 
     return compile.assembly(wrapped(body), target)
 
@@ -246,22 +247,22 @@ ONE_LANE = r"(v\w+s[sd]\s+(?!.*\().*%xmm|f(madd|mul|add|sub)\s+[sd]\d)"
 @on_each_target
 @floats
 def test_softmax_loop_is_vectors_only(target, dtype):
-    from fastattn.cpu.elementary import EXP2
+    from fastattn.cpu.elementary import EXP2, EXP2_NEAR
+    from fastattn.cpu.registers import ITEMSIZE
 
     assembly = row_kernel(target, dtype)
     assert_plain(assembly)
-    hot = [loop for loop in loops(assembly) if count(fused(target, dtype), loop) > 4]
-    assert hot
-    terms = len(EXP2[dtype]) - 1
+    hot = [loop for loop in loops(assembly) if count(fused(target, dtype), loop)]
+    near = EXP2_NEAR.get((dtype, target.unit.lanes(ITEMSIZE[dtype])))
+    terms = len(near) if near else len(EXP2[dtype]) - 1
     counts = {count(fused(target, dtype), loop) for loop in hot}
-    in_fours, in_twos = {4 * terms, 2 * terms}, {2 * terms}
     # LLVM 15 turns the loop of fours on Arm into one that is not found here.
     hidden = OLD_LLVM and target.unit == NEON
-    assert counts == (in_twos if hidden else in_fours)
+    assert counts == ({terms} if hidden else {4 * terms, terms})
     for loop in hot:
         assert not count(ONE_LANE, loop)
-        # Sixteen registers cannot hold four chains and all constants.
-        assert len(on_stack(loop)) <= (1 if target.unit.registers == 32 else SPILLS[dtype])
+        # Sixteen registers cannot hold four chains and all constants, Arm's not those of float64.
+        assert len(on_stack(loop)) <= (3 if target.unit.registers == 32 else SPILLS[dtype])
 
 
 @on_each_target

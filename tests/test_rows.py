@@ -31,9 +31,12 @@ def softmaxes(dtype):
         def body(job):
             first, acc, state = real(job[1]), real(job[5]), real(job[7])
             if job[0] == 0:
-                scale, exclude = real(job[4])[0], job[9] != 0
-                row_sum, top = real(job[8]), largest(first, job[2], job[3])
-                update(first, job[2], job[3], top, scale, acc, job[6], state, row_sum, exclude)
+                numbers, exclude, ahead = real(job[4]), job[9] != 0, real(job[10])
+                start, stop, width, row_sum = job[2], job[3], job[6], real(job[8])
+                top, scale = largest(first, start, stop), numbers[0]
+                numbers[1] = update(
+                    first, ahead, start, stop, top, scale, acc, width, state, row_sum, exclude
+                )
             elif job[0] == 1:
                 part_max, part_sum = real(job[2])[0], real(job[3])[0]
                 fold(acc, state, real(job[8]), first, part_max, part_sum, job[6])
@@ -51,13 +54,15 @@ def softmaxes(dtype):
 
 
 def softmax(machine, dtype, which, *arguments):
-    run(machine, ("softmax", dtype), softmaxes(dtype), which, *(*arguments, 0, 0)[:9])
+    run(machine, ("softmax", dtype), softmaxes(dtype), which, *(*arguments, 0, 0)[:10])
 
 
-def update(machine, s, start, stop, scale, acc, row_max, row_sum, exclude=False):
-    one, dtype = np.array([scale], s.dtype), s.dtype.name
-    rest = (acc, acc.view.size, row_max, row_sum, int(exclude))
-    softmax(machine, dtype, 0, s, start, stop, one, *rest)
+def update(machine, s, start, stop, scale, acc, row_max, row_sum, exclude=False, ahead=None):
+    """Run row_update(); return the largest of `ahead`."""
+    numbers, dtype = np.array([scale, np.nan], s.dtype), s.dtype.name
+    rest = (acc, acc.view.size, row_max, row_sum, int(exclude), s if ahead is None else ahead)
+    softmax(machine, dtype, 0, s, start, stop, numbers, *rest)
+    return numbers[1]
 
 
 def fresh_row(dtype, width):
@@ -114,6 +119,21 @@ def test_row_update(machine, dtype, exclude, rng):
                 assert np.isnan(s.view[:start]).all()
                 for buffer in (s, *row):
                     buffer.check()
+
+
+@everywhere
+@pytest.mark.parametrize("exclude", [False, True])
+def test_row_update_finds_the_largest_of_another_row(machine, dtype, exclude, rng):
+    lanes = lanes_of(machine, dtype)
+    for start, count in ((0, 1), (2 * lanes, 2), (0, 5), (2 * lanes, 8), (0, 11)):
+        stop = start + count * lanes
+        for place in range(start, stop):
+            s = Guarded((stop,), dtype, value=1.5)
+            ahead = Guarded((stop + lanes,), dtype, value=9.0)
+            ahead.view[start:stop] = -1 - rng.random(stop - start)
+            ahead.view[place] = -0.5
+            row = fresh_row(dtype, lanes)
+            assert update(machine, s, start, stop, 1.0, *row, exclude, ahead) == -0.5
 
 
 @everywhere

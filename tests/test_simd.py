@@ -10,8 +10,9 @@ from kernels import Guarded, everywhere, lanes_of, run
 
 OPERATORS = ("add", "sub", "mul", "truediv")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-# Units in the last place that exp2 may err; over all float32 values of [-37, 1] it is 0.949.
-EXP2_ERROR = {"float32": 0.95, "float64": 1.1}
+# Units in the last place that exp2 may err; over all float32 values of [-37, 1] it is 0.992 on
+# AVX-512, 0.903 on AVX2 and 0.949 elsewhere.
+EXP2_ERROR = {"float32": 1.0, "float64": 1.1}
 LOWEST = {"float32": -127.0, "float64": -1023.0}
 
 
