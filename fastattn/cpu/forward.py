@@ -342,7 +342,9 @@ def work_item(variant: Variant, unit: VectorUnit):
         row, count = item[ROW], item[COUNT]
         if count <= 0:
             return
-        block_m, block_n = field(job, "block_m"), field(job, "block_n")
+        block_n = field(job, "block_n")
+        # Room for whole registers of rows: all that follows begins with a line of the cache.
+        block_m = (field(job, "block_m") + lanes - 1) // lanes * lanes
         acc_stride, group = field(job, "acc_stride"), field(job, "group")
         split_n, num_splits = field(job, "split_n"), field(job, "num_splits")
         # scratch: item, tables, q_rows, acc, later acc, their states, packed keys, values, scores

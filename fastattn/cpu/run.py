@@ -107,7 +107,7 @@ def _prepare(plan: Plan) -> _Prepared:
     tables = 2 if variant.paged else 0
     elements = (
         8 * (ITEM_SIZE + tables * (plan.block_n + ROWS_AFTER)) // itemsize
-        + plan.block_m * (problem.head_dim + 2 * acc_stride + 4)
+        + -(-plan.block_m // lanes) * lanes * (problem.head_dim + 2 * acc_stride + 4)
         + plan.block_n * (problem.head_dim + acc_stride)
         + (plan.mc + 1) * s_stride
         + SPARE_REGISTERS * lanes
