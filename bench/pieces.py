@@ -249,7 +249,7 @@ def packing_pieces(block: Block, storage: str) -> Iterator[Piece]:
 def packing(operand: str, dtype: str, storage: str) -> Callable[[VectorUnit], Body]:
     def build(unit):
         from fastattn.cpu.memory import pointer_to
-        from fastattn.cpu.microkernel import pack_k, pack_v
+        from fastattn.cpu.packing import pack_k, pack_v
         from fastattn.cpu.registers import jit
 
         real, source = pointer_to(dtype), pointer_to(storage)

@@ -107,7 +107,7 @@ LAYERS = [
     "cuda.scores",
     "cpu.overflow",
     "cpu.products cpu.masking cpu.spans cpu.rows cpu.ahead cpu.elementwise_kernels",
-    "cpu.gradient_rows cpu.gradient_scores cpu.stream",
+    "cpu.gradient_rows cpu.gradient_scores cpu.stream cpu.packing",
     "cpu.softmax cpu.microkernel cpu.modifiers cpu.items",
     "cpu.pages cpu.square cpu.asks",
     "cpu.random cpu.fields",

@@ -107,7 +107,7 @@ def packers(dtype, storage):
 
     def build(unit):
         from fastattn.cpu.memory import pointer_to
-        from fastattn.cpu.microkernel import pack_k, pack_v
+        from fastattn.cpu.packing import pack_k, pack_v
         from fastattn.cpu.registers import ITEMSIZE, jit
         from fastattn.cpu.square import transpose_square
 

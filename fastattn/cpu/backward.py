@@ -41,7 +41,8 @@ from .items import read_ranges
 from .job import DONE, ITEM_SIZE
 from .masking import mask_block, scores_block
 from .memory import at, load_acquire, pause, pointer_to, store_release
-from .microkernel import pack_k, panel_product, tile_shape
+from .microkernel import panel_product, tile_shape
+from .packing import pack_k
 from .registers import ITEMSIZE, jit
 from .simd import operations
 from .spans import mask_span, visible_span

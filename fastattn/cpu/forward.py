@@ -40,8 +40,9 @@ from .items import describe_item
 from .job import ITEM_SIZE, ROWS_AFTER
 from .masking import hide_padding, mask_block, scores_block
 from .memory import address, at, pointer_to
-from .microkernel import pack_k, pack_v, tile_shape
+from .microkernel import tile_shape
 from .overflow import mark_overflow
+from .packing import pack_k, pack_v
 from .pages import key_rows
 from .random import row_key
 from .registers import ITEMSIZE, jit

@@ -1,4 +1,4 @@
-"""Register-tile products and the packing of their operands.
+"""Register-tile products.
 
 The order of additions is part of the contract: every element of a product is one chain of fused
 multiply-adds along the contracted axis, whatever tile it falls into. A row's result therefore does
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -17,7 +16,7 @@ from numba.extending import intrinsic
 from ..machine import VectorUnit
 from .asks import INTEGERS, take
 from .job import LINE
-from .memory import at, element_loader, prefetch, row_at, rows_from
+from .memory import at
 from .registers import (
     FLOAT,
     I64,
@@ -34,8 +33,6 @@ from .registers import (
     store_vector,
     twice,
 )
-from .simd import operations
-from .square import transpose_square
 
 # (mr rows, nv registers of columns) by number of vector registers: mr * nv accumulators + nv
 # columns + 1 broadcast fit. 14 rows would, too, but plan.MC is whole tiles of 12: a tile of two
@@ -44,7 +41,7 @@ TILE = {16: (6, 2), 32: (12, 2)}
 # The same where half a register of columns follows, in which two rows share one: 12 rows by 2.5
 # would need 34 registers. Both are parts of plan.MC.
 HALF_TILES = ((8, 2), (12, 1))
-ROWS_AHEAD = 32  # rows to ask for while one is packed
+ROWS_AHEAD = 32  # rows to ask for while one is packed, or found by a table
 
 
 def tile_shape(unit: VectorUnit) -> tuple[int, int]:
@@ -289,95 +286,5 @@ def panel_product(dtype: str, unit: VectorUnit, transposed: bool = False):
     @jit
     def run(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
         multiply(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, INTEGERS(0))
-
-    return run
-
-
-@functools.cache
-def pack_k(dtype: str, unit: VectorUnit, storage: str):
-    """Kernel: keys as panels (ceil(count / nr), head_dim, nr), so that a tile reads nr keys of one
-    dim as registers.
-
-    k  (count, head_dim) of storage type, strides rs_k (or a table of offsets), cs_k. Keys past the
-       last repeat it: finite if it is, and masked by the caller.
-    """
-    lanes = unit.lanes(ITEMSIZE[dtype])
-    nr = tile_shape(unit)[1] * lanes
-    transpose, element = transpose_square(dtype, lanes, storage), element_loader(storage, dtype)
-    line = LINE // ITEMSIZE[storage]
-
-    @jit
-    def run(k, rs_k, cs_k, count, head_dim, panels):
-        whole = head_dim // lanes * lanes if cs_k == 1 else 0
-        for n in range(0, count, lanes):
-            panel = at(panels, n // nr * nr * head_dim + n % nr)
-            (key, keys), last = rows_from(k, rs_k, n), count - 1 - n
-            for d in range(0, whole, lanes):
-                if d % line == 0:
-                    for i in range(lanes):
-                        prefetch(row_at(key, keys, ROWS_AHEAD + i), d)
-                transpose(at(key, d), keys, last, at(panel, d * nr), nr)
-            for d in range(whole, head_dim):
-                for i in range(lanes):
-                    panel[d * nr + i] = element(row_at(key, keys, min(i, last)), d * cs_k)
-
-    return run
-
-
-@functools.cache
-def pack_v(dtype: str, unit: VectorUnit, storage: str):
-    """Kernel: values as panels of nr columns, (block_n, width) each, the last one as wide as it
-    needs to be.
-
-    v  (count, head_dim_v) of storage type, strides rs_v (or a table of offsets), cs_v. Missing
-       columns of the last panel become 0.
-    Returns 0 if all values are finite, else 1.
-    """
-    lanes = unit.lanes(ITEMSIZE[dtype])
-    nr = tile_shape(unit)[1] * lanes
-    simd = operations(dtype, lanes)
-    load, store, splat, fma, reduce_add = (
-        simd.load,
-        simd.store,
-        simd.splat,
-        simd.fma,
-        simd.reduce_add,
-    )
-    scalar, line = getattr(np, dtype), LINE // ITEMSIZE[storage]
-    load_stored, element = simd.loader(storage), element_loader(storage, dtype)
-
-    @jit
-    def run(v, rs_v, cs_v, count, block_n, head_dim_v, panels):
-        zero = splat(scalar(0))
-        # Stay 0 while all is finite: 0 * inf and 0 * NaN are NaN. Two, as each waits for itself.
-        check = other = zero
-        padded = (head_dim_v + lanes - 1) // lanes * lanes
-        whole = head_dim_v // nr * nr if cs_v == 1 else 0
-        for n in range(count):
-            row, ahead = row_at(v, rs_v, n), row_at(v, rs_v, n + ROWS_AHEAD)
-            for d in range(0, head_dim_v if cs_v == 1 else 0, line):
-                prefetch(ahead, d)
-            for start in range(0, whole, nr):
-                to = at(panels, start * block_n + n * nr)
-                for d in range(0, nr, 2 * lanes):
-                    value, later = load_stored(row, start + d), load_stored(row, start + d + lanes)
-                    store(to, d, value)
-                    store(to, d + lanes, later)
-                    check, other = fma(value, zero, check), fma(later, zero, other)
-            for start in range(whole, padded, nr):
-                width = min(nr, padded - start)
-                to = at(panels, start * block_n + n * width)
-                for d in range(0, width, lanes):
-                    if cs_v == 1 and start + d + lanes <= head_dim_v:
-                        value = load_stored(row, start + d)
-                        store(to, d, value)
-                    else:
-                        for i in range(lanes):
-                            inside = start + d + i < head_dim_v
-                            place = (start + d + i) * cs_v
-                            to[d + i] = element(row, place) if inside else scalar(0)
-                        value = load(to, d)
-                    check = fma(value, zero, check)
-        return 0 if reduce_add(check + other) == scalar(0) else 1
 
     return run
