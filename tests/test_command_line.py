@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import platform
@@ -265,6 +266,22 @@ def test_tables_are_as_wide_as_the_terminal(on_terminal, monkeypatch):
         monkeypatch.setattr(os, "get_terminal_size", lambda *of, size=size: size)
         found.append(screen.width)
     assert found == ([80, 133] if on_terminal else [terminal.WIDTH] * 2)
+
+
+def test_tables_where_there_is_but_ascii(monkeypatch):
+    pytest.importorskip("rich")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    terminal.console().print("5 µs")
+    sys.stdout.flush()
+    assert written.getvalue() == b"5 ?s\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell that closes files")
+def test_without_stdout_and_stderr():
+    command = [sys.executable, "-m", "fastattn", "verify", "--calls", "1", "--backend", "numpy"]
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
+    assert subprocess.run(closed, cwd=PACKAGE.parent, check=False).returncode == 0
 
 
 def test_bench(capsys, monkeypatch, tmp_path):

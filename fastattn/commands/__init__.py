@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 
 from ..cpu.cache import version
 from ..verifying.oracle import WrongAnswer
@@ -16,6 +17,16 @@ COMMANDS = {"info": info, "bench": bench, "verify": verify, "warmup": warmup}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. arguments default to those of the process."""
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        # None in a process without a console, or where the shell has closed it.
+        redirect_stdout(sys.stdout or nowhere),
+        redirect_stderr(sys.stderr or nowhere),
+    ):
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fastattn", description="Exact fused attention for NumPy arrays."
     )

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -62,6 +63,8 @@ def console() -> Console:
         from rich.console import Console
     except ImportError as error:
         raise missing("a table", "rich", "'fastattn[bench]'") from error
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # µ and – where there is but ASCII
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
