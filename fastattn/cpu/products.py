@@ -17,7 +17,6 @@ from .memory import at, element_loader, prefetch_near, row_at, rows_follow, rows
 from .microkernel import (
     HALF_TILES,
     asking_product,
-    panel_product,
     product,
     shared_product,
     tile_shape,
@@ -260,7 +259,8 @@ def few_outputs(dtype: str, unit: VectorUnit):
     (four rows: 0.28); by whole rows of head_dim 128 at 1.0.
     """
     lanes = unit.lanes(ITEMSIZE[dtype])
-    rest, nr, add = panel_product(dtype, unit), tile_shape(unit)[1] * lanes, np.int64(1)
+    nv, add = tile_shape(unit)[1], np.int64(1)
+    nr = nv * lanes
 
     def some_rows(rows):
         """Kernel: one or two rows against all columns, in tiles as wide as fit.
@@ -275,7 +275,7 @@ def few_outputs(dtype: str, unit: VectorUnit):
             product(dtype, lanes, rows, nv, asks=NEAR_ROWS, level=1) for nv in shapes
         )
         wide, slim = (product(dtype, lanes, rows, nv, asks=ahead, level=1) for nv in shapes)
-        count = np.int64(rows)  # for a literal, Numba would compile what is called once more
+        pair, single = (product(dtype, lanes, rows, n) for n in (nv, 1))
 
         @jit
         def run(p, s_stride, v, rs_v, depth, acc, acc_stride, apart):
@@ -295,8 +295,11 @@ def few_outputs(dtype: str, unit: VectorUnit):
                         slim(*place)
                     d += slim_width
             while d < acc_stride:
-                whole, to = d + nr <= acc_stride, at(acc, d)
-                rest(whole, count, p, s_stride, at(v, d), rs_v, to, acc_stride, depth, add)
+                place = p, s_stride, at(v, d), rs_v, at(acc, d), acc_stride, depth, add
+                if d + nr <= acc_stride:
+                    pair(*place)
+                else:
+                    single(*place)
                 d += nr
 
         return run
