@@ -294,6 +294,26 @@ def test_scores_of_a_block(machine, dtype, storage, head_dim, rng):
 
 
 @everywhere
+@pytest.mark.parametrize("head_dim", [16, 150])
+def test_scores_of_a_row_have_the_same_bits_beside_any_rows(machine, dtype, head_dim, rng):
+    """Where few keys are left, rows share registers."""
+    _, _, nr = tile_of(machine, dtype)
+    lanes, count = lanes_of(machine, dtype), 29
+    for keys in (1, lanes // 2, lanes + 1, lanes + lanes // 2, nr + 1, 2 * nr + lanes // 2):
+        padded = -(-keys // lanes) * lanes
+        k = packed_keys(rng.standard_normal((keys, head_dim)).astype(dtype), nr)
+        q = Guarded((count, head_dim), dtype, value=rng.standard_normal((count, head_dim)))
+        found = Guarded((count, padded), dtype, gap=3)
+        on_block(machine, 0, q, k, found, head_dim, 0, keys)
+        found.check()
+        for m in range(count):
+            row = Guarded((1, head_dim), dtype, value=q.view[m : m + 1])
+            alone = Guarded((1, padded), dtype)
+            on_block(machine, 0, row, k, alone, head_dim, 0, padded)
+            np.testing.assert_array_equal(found.view[m, :keys], alone.view[0, :keys])
+
+
+@everywhere
 @pytest.mark.parametrize("gap", [0, 3])
 def test_values_as_they_lie_are_added_in_the_order_of_packed_ones(machine, dtype, gap, rng):
     """Numbers that are rounded: one chain a block, however it is cut into pieces."""

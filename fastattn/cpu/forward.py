@@ -247,7 +247,7 @@ def key_block(variant: Variant, unit: VectorUnit):
                 score_few(q, here, head_dim, k, k_row, keys, beyond, to, s_stride, spare)
             else:
                 to = s, s_stride, at(item, ASKS)
-                score_packed(q, head_dim, here, head_dim, panels, start, padded, *to)
+                score_packed(q, head_dim, here, head_dim, panels, start, stop, *to)
             # Columns that every row sees need no mask: only those around them are masked.
             full_start = max(low_key(job, bottom) - n_start, start)
             full_stop = min(high_key(job, top, item[KEYS]) - n_start, hidden, padded)

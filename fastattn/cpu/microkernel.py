@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..machine import VectorUnit
+from ..machine import AVX512, VectorUnit
 from .asks import INTEGERS, take
 from .job import LINE
 from .memory import at
@@ -286,5 +286,34 @@ def panel_product(dtype: str, unit: VectorUnit, transposed: bool = False):
     @jit
     def run(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate):
         multiply(wide, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, INTEGERS(0))
+
+    return run
+
+
+@functools.cache
+def sharing_product(dtype: str, unit: VectorUnit):
+    """Kernel: asking_product() where rows may share registers in the last columns.
+
+    left     columns from those of this panel on
+    done     rows that share registers in all of these columns, and need nothing here
+    after, rs_after  the panel that follows, and its row stride
+    Returns `done` of the panel that follows.
+    """
+    multiply, lanes = asking_product(dtype, unit), unit.lanes(ITEMSIZE[dtype])
+    # Zen 5, and servers before it, take as long for half a register as for a whole one.
+    shares, half, nr = unit == AVX512, lanes // 2, tile_shape(unit)[1] * lanes
+    two, one = (shared_product(dtype, lanes, m, n) for m, n in HALF_TILES)
+
+    @jit
+    def run(left, done, rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, asks, after, rs_after):
+        if shares:
+            place = rows, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, asks
+            if nr < left and left <= nr + half:
+                done = two(*place, after, rs_after)
+            elif lanes < left and left <= lanes + half:
+                done = one(*place, at(b, lanes), rs_b)
+        a, c, rest = at(a, done * rs_a), at(c, done * rs_c), rows - done
+        multiply(left > lanes, rest, a, rs_a, b, rs_b, c, rs_c, depth, accumulate, asks)
+        return done
 
     return run

@@ -10,15 +10,13 @@ import functools
 
 import numpy as np
 
-from ..machine import AVX512, VectorUnit
+from ..machine import VectorUnit
 from .asks import INTEGERS
 from .job import LINE
 from .memory import at, element_loader, prefetch_near, row_at, rows_follow, rows_from
 from .microkernel import (
-    HALF_TILES,
-    asking_product,
     product,
-    shared_product,
+    sharing_product,
     tile_shape,
 )
 from .registers import ITEMSIZE, jit
@@ -44,18 +42,21 @@ FEW_ROWS = 4  # at most so many rows are worth computing without packing the key
 def asking_scores(dtype: str, unit: VectorUnit):
     """Kernel: s[m, n] = q_rows[m] · k[n] for n in [start, stop), from packed keys.
 
-    start a multiple of nr, stop of lanes. asks: a list of asks.py, or null.
+    start a multiple of nr. What is left of the last register may be written, too, or not. asks: a
+    list of asks.py, or null.
     """
-    multiply = asking_product(dtype, unit)
+    multiply = sharing_product(dtype, unit)
     nr = np.int64(tile_shape(unit)[1] * unit.lanes(ITEMSIZE[dtype]))
 
     @jit
     def run(q_rows, q_stride, count, head_dim, k_panels, start, stop, s, s_stride, asks):
+        done = 0
         for n in range(start, stop, nr):
-            panel, to, wide = at(k_panels, n * head_dim), at(s, n), n + nr <= stop
+            panel, to, left = at(k_panels, n * head_dim), at(s, n), stop - n
             for d in range(0, max(head_dim, 1), KC):  # once without dims: the scores are then 0
                 q, part, depth = at(q_rows, d), at(panel, d * nr), min(KC, head_dim - d)
-                multiply(wide, count, q, q_stride, part, nr, to, s_stride, depth, d, asks)
+                place = count, q, q_stride, part, nr, to, s_stride, depth, d, asks
+                done = multiply(left, done, *place, at(part, nr * head_dim), nr)
 
     return run
 
@@ -209,28 +210,18 @@ def asking_outputs(dtype: str, unit: VectorUnit):
     head_dim_v  columns of v; acc has acc_stride, whole registers
     asks        a list of asks.py, or null
     """
-    multiply, add = asking_product(dtype, unit), np.int64(1)
-    lanes = unit.lanes(ITEMSIZE[dtype])
+    multiply, add = sharing_product(dtype, unit), np.int64(1)
+    lanes = np.int64(unit.lanes(ITEMSIZE[dtype]))
     nr = tile_shape(unit)[1] * lanes
-    # Zen 5, and servers before it, take as long for half a register as for a whole one.
-    shares, half = unit == AVX512, lanes // 2
-    two_shared, one_shared = (shared_product(dtype, lanes, m, n) for m, n in HALF_TILES)
 
     @jit
     def run(p, s_stride, count, v, panel_n, start, stop, acc, acc_stride, head_dim_v, asks):
         p, depth, done = at(p, start), stop - start, 0
         for d in range(0, acc_stride, nr):
-            width, left = min(nr, acc_stride - d), head_dim_v - d
-            panel, to, wide = at(v, d * panel_n + start * width), at(acc, d), width == nr
-            if shares:
-                place = count, p, s_stride, panel, width, to, acc_stride, depth, add, asks
-                if nr < left and left <= nr + half:
-                    shared = at(v, (d + nr) * panel_n + start * lanes)
-                    done = two_shared(*place, shared, lanes)
-                elif lanes < left and left <= lanes + half:
-                    done = one_shared(*place, at(panel, lanes), width)
-            rest, x, to = count - done, at(p, done * s_stride), at(to, done * acc_stride)
-            multiply(wide, rest, x, s_stride, panel, width, to, acc_stride, depth, add, asks)
+            width = min(nr, acc_stride - d)
+            panel, after = at(v, d * panel_n + start * width), (d + nr) * panel_n + start * lanes
+            place = count, p, s_stride, panel, width, at(acc, d), acc_stride, depth, add, asks
+            done = multiply(head_dim_v - d, done, *place, at(v, after), lanes)
 
     return run
 
