@@ -398,3 +398,11 @@ def test_a_kernel_that_calls_out_is_refused():
 
     with pytest.raises(RuntimeError, match=r"needs symbols from outside: \['getpid'\]"):
         compile.compile_object(kernel, TARGETS["x86-64-v3"])
+
+
+@on_each_target
+def test_a_thread_that_waits_awake_relaxes_its_core(target):
+    from fastattn.cpu.awake import awake_kernel
+
+    lines = [s.strip() for s in compile.assembly(awake_kernel(target.unit), target).splitlines()]
+    assert count("isb" if target.unit == NEON else "pause", lines) == 1

@@ -21,6 +21,7 @@ SETTINGS = (
     "FASTATTN_TARGET",
     "FASTATTN_WGMMA",
     "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
     "OPENBLAS_CORETYPE",
 )
 FLOAT32 = Variant("float32", "float32")

@@ -19,6 +19,7 @@ def kernels() -> dict[Hashable, Callable[[VectorUnit], Callable]]:
         **{key: run.builder(*key) for key in forward},
         **{("backward", variant): run_backward.builder(variant) for variant in variants},
         share.BODY: share.body_builder,
+        share.AWAKE: share.awake_builder,
         **{("elementwise", *names): elementwise.builder(*names) for names in both},
     }
 

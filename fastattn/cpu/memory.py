@@ -148,12 +148,23 @@ def store_release(typingctx, pointer, value):
     return types.void(types.CPointer(types.int64), types.int64), codegen
 
 
+@intrinsic
+def swap(typingctx, pointer, old, new):
+    """Let *pointer be `new` if it is `old`, atomically; return whether it was."""
+
+    def codegen(context, builder, sig, args):
+        found = builder.cmpxchg(*args, "acq_rel", "acquire")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.CPointer(types.int64), types.int64, types.int64), codegen
+
+
 @functools.cache
 def pause(unit: VectorUnit):
     """Intrinsic: tell the processor that this thread waits in a loop, so that another on the same
-    core gets its share.
+    core gets its share. On Arm `isb`, which takes as long as x86's `pause`; `yield` takes no time.
     """
-    name, numbers = ("llvm.aarch64.hint", [1]) if unit == NEON else ("llvm.x86.sse2.pause", [])
+    name, numbers = ("llvm.aarch64.isb", [15]) if unit == NEON else ("llvm.x86.sse2.pause", [])
 
     @intrinsic
     def wait(typingctx):

@@ -15,6 +15,13 @@ from .job import BODY_FIELDS
 from .registers import I32, I64
 
 
+def call_kernel(builder, entry, job, scratch, quota):
+    """Call the kernel at an address (image.ENTRY); return its status."""
+    answer, error = (cgutils.alloca_once(builder, I64) for _ in range(2))
+    kind = ir.FunctionType(I32, (answer.type, error.type, I64, I64, I64)).as_pointer()
+    return builder.call(builder.inttoptr(entry, kind), (answer, error, job, scratch, quota))
+
+
 @intrinsic
 def _do_share(typingctx):
     """Run the kernel that the data name, in this thread's part of the scratch."""
@@ -25,17 +32,13 @@ def _do_share(typingctx):
         def place(name):
             return builder.gep(data, [ir.Constant(I64, BODY_FIELDS.index(name))])
 
-        def function(name, *kinds):
-            kind = ir.FunctionType(I32, kinds).as_pointer()
-            return builder.inttoptr(builder.load(place(name)), kind)
-
-        answer, error = (cgutils.alloca_once(builder, I64) for _ in range(2))
-        number = builder.zext(builder.call(function("thread_number"), ()), I64)
+        kind = ir.FunctionType(I32, ()).as_pointer()
+        thread_number = builder.inttoptr(builder.load(place("thread_number")), kind)
+        number = builder.zext(builder.call(thread_number, ()), I64)
         part = builder.mul(number, builder.load(place("scratch_stride")))
         scratch = builder.add(builder.load(place("scratch")), part)
         job, quota = (builder.load(place(name)) for name in ("job", "quota"))
-        kernel = function("kernel", answer.type, error.type, I64, I64, I64)
-        status = builder.call(kernel, (answer, error, job, scratch, quota))
+        status = call_kernel(builder, builder.load(place("kernel")), job, scratch, quota)
         with builder.if_then(builder.icmp_signed("!=", status, ir.Constant(I32, 0))):
             builder.store(builder.sext(status, I64), place("status"))
         return ir.Constant(I64, 0)

@@ -8,19 +8,15 @@ from collections.abc import Callable
 from ctypes import Array, addressof
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .. import guards
 from ..machine import VectorUnit
 from . import compile, threads
 from .image import entry_of
 from .job import LINE, NO_MORE, PLACE, Body
-from .layout import address
+from .mailbox import Direct
+from .scratch import SCRATCH_KEPT, aligned, take
 
-# Bytes of scratch that a thread keeps for its next call: fresh pages cost 0.1 ms a call.
-SCRATCH_KEPT = 8 << 20
-_kept = threading.local()
-BODY = "body of a region"  # key of a kernel
+BODY, AWAKE = "body of a region", "awake"  # keys of kernels
 # In a region, all threads wait for the last before Python acts: less often, every 20 to 200 ms.
 CALLS_A_REGION = 4
 
@@ -46,7 +42,7 @@ class Share(NamedTuple):
             self._run_in(region, body, num_threads, CALLS_A_REGION * items_per_call)
             return
         kernel = self._guarded if guards.ON else self.kernel
-        mine = _scratch(self.scratch_bytes)
+        mine = take(self.scratch_bytes)
         if num_threads == 1:
             run_until_done(kernel, self.job, mine[1], items_per_call, self.counter)
             return
@@ -56,20 +52,24 @@ class Share(NamedTuple):
             scratch = mine
             if threading.get_ident() != caller:
                 try:
-                    scratch = _scratch(self.scratch_bytes)
+                    scratch = take(self.scratch_bytes)
                 except MemoryError:
                     return
             run_until_done(kernel, self.job, scratch[1], items_per_call, self.counter)
 
-        # Nobody would hear of damage that a thread finds once the others are done.
-        threads.run_on_threads(work, num_threads, None if guards.ON else self.is_done)
+        if guards.ON:  # nobody would hear of damage that a thread finds once the others are done
+            threads.run_on_threads(work, num_threads)
+            return
+        entry = entry_of(self.kernel)
+        direct = Direct(entry, addressof(self.job), self.scratch_bytes, self, _awake)
+        threads.run_on_threads(work, num_threads, self.is_done, direct)
 
     def _run_in(
         self, region: threads.Region, body: compile.Kernel, num_threads: int, quota: int
     ) -> None:
         """The same on the threads of another library."""
         stride = (self.scratch_bytes + LINE - 1) & -LINE
-        _, scratch = _scratch(num_threads * stride + LINE, num_threads * SCRATCH_KEPT)
+        _, scratch = take(num_threads * stride + LINE, num_threads * SCRATCH_KEPT)
         entry, job = entry_of(self.kernel), addressof(self.job)
         data = Body(0, entry.address, job, scratch, stride, quota, region.thread_number, 0)
         while self.counter[1] < self.job[PLACE["num_items"]]:
@@ -84,7 +84,7 @@ class Share(NamedTuple):
     def _guarded(self, job: int, scratch: int, items_per_call: int) -> int:
         """The kernel, for one item, in scratch of its own, between guards."""
         own = guards.Guarded(self.scratch_bytes)
-        left = self.kernel(job, _aligned(own.memory), 1)
+        left = self.kernel(job, aligned(own.memory), 1)
         own.check("scratch")
         return left
 
@@ -113,25 +113,9 @@ def run_alone(kernel: compile.Kernel, job: Array, scratch_bytes: int, items_per_
 
     Raises MemoryError before it has begun if this thread finds no scratch.
     """
-    place, (_memory, scratch) = addressof(job), _scratch(scratch_bytes)
+    place, (_memory, scratch) = addressof(job), take(scratch_bytes)
     while kernel(place, scratch, items_per_call):
         pass
-
-
-def _aligned(scratch: np.ndarray) -> int:
-    """Where its first whole line begins."""
-    return (address(scratch) + LINE - 1) & -LINE
-
-
-def _scratch(nbytes: int, most_kept: int = SCRATCH_KEPT) -> tuple[np.ndarray, int]:
-    """This thread's scratch, which holds whatever the last call left, and where it begins."""
-    found = getattr(_kept, "scratch", None)
-    if found is None or found[0].nbytes < nbytes:
-        buffer = np.empty(nbytes, np.uint8)
-        found = buffer, _aligned(buffer)
-        if nbytes <= most_kept:
-            _kept.scratch = found
-    return found
 
 
 @functools.cache
@@ -145,3 +129,16 @@ def body_builder(unit: VectorUnit) -> Callable:
     from .region import body_kernel
 
     return body_kernel(unit)
+
+
+@functools.cache
+def _awake() -> compile.Kernel | None:
+    """What a pool thread waits awake in; None as above."""
+    return None if compile.unavailable(AWAKE) else compile.kernel(AWAKE, awake_builder)
+
+
+def awake_builder(unit: VectorUnit) -> Callable:
+    """What builds the kernel AWAKE."""
+    from .awake import awake_kernel
+
+    return awake_kernel(unit)

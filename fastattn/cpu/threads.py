@@ -13,20 +13,33 @@ import ctypes
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..arguments import count
 from ..machine import default_num_threads
+from . import scratch
+from .mailbox import Direct, Letter, Mailbox
+
+if TYPE_CHECKING:
+    from .image import Kernel
 
 # With more pool threads, one that shares its CPU costs less than moving all of them.
 KEEP_OFF = 16
+# A pool thread waits awake for its next share (8 heads of 128 tokens: 127 -> 100 us) after so many
+# calls in a row, each AT_ONCE after the one before. A BLAS that is called next finds its CPU taken,
+# for 50 us: at most once in as many calls, and in twice as many after each wait that brought fewer.
+AWAKE_AFTER, AWAKE_AFTER_AT_MOST = 16, 1024
+AT_ONCE = 50_000  # ns, about mailbox.LOOKS
+IN_A_CALL = 1 << 62
 
 _limit: int | None = None  # set_num_threads; None = the machine's default
 _scope: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "fastattn_num_threads", default=None
 )
 _this_thread = threading.local()
+_PASSIVE = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
 
 
 def get_num_threads() -> int:
@@ -126,14 +139,24 @@ class _Share:
 
 _tasks: queue.SimpleQueue[_Share] = queue.SimpleQueue()
 _workers: list[threading.Thread] = []
+_mailboxes: list[Mailbox] = []
+_at_once = 0  # calls in a row, each of which came at once after the one before
+_last_end = 0  # of a call, ns; IN_A_CALL while one has not ended
+_enough = AWAKE_AFTER  # of these, for a thread to wait awake
+_awake: Callable[[], Kernel | None]  # once there was a call to count
 _grow = threading.Lock()
 _shunned = -1  # the CPU that pool threads may not run on
 
 
-def _worker(tasks: queue.SimpleQueue[_Share]) -> None:
+def _worker(tasks: queue.SimpleQueue[_Share], mailbox: Mailbox) -> None:
+    global _enough
     _this_thread.inside = True
     while True:
         tasks.get().run()
+        mailbox.stay()
+        if _at_once >= _enough and tasks.empty() and (kernel := _awake()):
+            paid = mailbox.wait(kernel, *scratch.kept()) >= AWAKE_AFTER
+            _enough = AWAKE_AFTER if paid else min(2 * _enough, AWAKE_AFTER_AT_MOST)
 
 
 def _ensure_workers(count: int) -> None:
@@ -143,16 +166,20 @@ def _ensure_workers(count: int) -> None:
     global _shunned
     with _grow:
         while len(_workers) < count:
-            thread = threading.Thread(target=_worker, args=(_tasks,), name="fastattn", daemon=True)
+            mailbox = Mailbox()
+            thread = threading.Thread(
+                target=_worker, args=(_tasks, mailbox), name="fastattn", daemon=True
+            )
             thread.start()
             _workers.append(thread)
+            _mailboxes.append(mailbox)
             _shunned = -1
 
 
 def _reset_after_fork() -> None:
     """In a forked child only the forking thread lives: forget the parent's pool and its locks."""
-    global _tasks, _workers, _grow
-    _tasks, _workers, _grow = queue.SimpleQueue(), [], threading.Lock()
+    global _tasks, _workers, _grow, _mailboxes
+    _tasks, _workers, _grow, _mailboxes = queue.SimpleQueue(), [], threading.Lock(), []
 
 
 def _current_cpu() -> Callable[[], int] | None:
@@ -195,47 +222,94 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_on_threads(
-    work: Callable[[], object], count: int, is_done: Callable[[], bool] | None = None
+    work: Callable[[], object],
+    count: int,
+    is_done: Callable[[], bool] | None = None,
+    direct: Direct | None = None,
 ) -> None:
     """Run work() on up to `count` threads at once, this one included, and return when every run has
     ended: also if one raises, and if Ctrl-C interrupts the wait.
 
     is_done() is asked after this thread's run, and should wait a little where others still work: if
-    all is done, nobody waits for their ends (some 30 us), nor hears of their errors.
+    all is done, nobody waits for their ends (some 30 us), nor hears of their errors. `direct` is
+    work() for a thread that waits awake.
 
     work() must share out its items through a counter, so that fewer runs than `count` also finish
     the job: calls from inside the pool and calls while the interpreter shuts down run on the
     calling thread alone. It should hold a reference to all memory that it touches: Python may
     interrupt this function anywhere, so the caller's references alone would not be enough.
     """
-    shares: list[_Share] = []
+    shares: list[_Share | Letter] = []
     try:
         if count > 1 and not getattr(_this_thread, "inside", False):
-            _share_out(work, count - 1, shares)
+            _note_begin(count, direct)
+            _share_out(work, count - 1, shares, direct)
         work()
         if shares and is_done is not None and is_done():
-            while shares:
-                shares.pop().withdraw()
+            for share in shares:
+                share.withdraw()
+            shares.clear()
     finally:
         _settle(shares)
+        _note_end()
     for share in shares:
         if share.error is not None:
             raise share.error
 
 
-def _share_out(work: Callable[[], object], count: int, shares: list[_Share]) -> None:
+def _note_begin(count: int, direct: Direct | None) -> None:
+    """Count a call that came at once, alone, can be posted and has a CPU for each thread."""
+    global _at_once, _last_end, _awake
+    gap, _last_end = time.perf_counter_ns() - _last_end, IN_A_CALL
+    if direct is None or not 0 <= gap < AT_ONCE or count > default_num_threads() or _PASSIVE:
+        _at_once = 0
+    else:
+        _at_once, _awake = _at_once + 1, direct.awake
+
+
+def _note_end() -> None:
+    global _last_end
+    _last_end = time.perf_counter_ns()
+
+
+def _share_out(
+    work: Callable[[], object], count: int, shares: list[_Share | Letter], direct: Direct | None
+) -> None:
     """Hand `count` shares to the pool, each entered in `shares` before a thread can see it."""
     try:
         _ensure_workers(count)
     except RuntimeError:  # no thread can be started: at shutdown, or past a system limit
         count = min(count, len(_workers))
     _keep_off_this_cpu()
+    others = _mailboxes
+    if direct is not None:
+        count, others = _post(direct, count, shares)
     for _ in range(count):
-        shares.append(_Share(work))
-        _tasks.put(shares[-1])
+        share = _Share(work)
+        shares.append(share)
+        _tasks.put(share)
+    if count:
+        for mailbox in others:
+            mailbox.leave()
 
 
-def _settle(shares: list[_Share]) -> None:
+def _post(direct: Direct, count: int, shares: list[_Share | Letter]) -> tuple[int, list[Mailbox]]:
+    """Post shares to threads that wait awake; return how many of `count` are left, and the
+    mailboxes of the other threads.
+    """
+    others = []
+    for mailbox in _mailboxes:
+        if count and mailbox.is_open(direct.scratch_bytes) and (kernel := direct.awake()):
+            letter = Letter(mailbox, direct, kernel)
+            shares.append(letter)
+            if letter.post():
+                count -= 1
+                continue
+        others.append(mailbox)
+    return count, others
+
+
+def _settle(shares: list[_Share | Letter]) -> None:
     """Return when no share runs any more, and raise only then what interrupted the wait."""
     interrupt = None
     while True:
