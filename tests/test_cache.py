@@ -194,8 +194,14 @@ def test_edited_sources_make_new_code(tmp_path, folder):
     assert fresh(SMALL, folder, **where) == [42, 1.0, False]
     elementary = copy / "cpu" / "elementary.py"
     text = elementary.read_text()
-    assert text.count("        1.0,\n        0.693147205353,") == 1
-    elementary.write_text(text.replace("1.0,\n        0.693147205", "1.5,\n        0.693147205"))
+    # 2**0 where it is looked up, and where it is not
+    for old, new in (
+        ("np.exp2(j / vector.count)", "(1.5 * np.exp2(j / vector.count))"),
+        ("        1.0,\n        0.693147205353,", "        1.5,\n        0.693147205353,"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    elementary.write_text(text)
     assert fresh(SMALL, folder, **where) == [42, 1.5, True]
     assert fresh(SMALL, folder, **where) == [42, 1.5, False]
     assert fresh(SMALL, folder) == [42, 1.0, False]  # both stay

@@ -134,8 +134,8 @@ print(json.dumps(kept() is None))
 def test_packed_keys_begin_with_a_line(rows, dtype, monkeypatch):
     """Else each of their registers would lie in two (101 queries: 1.05 of the time)."""
     share, scratch = pytest.importorskip("fastattn.cpu.share"), np.zeros(1 << 21, np.uint8)
-    start = share._aligned(scratch)
-    monkeypatch.setattr(share, "_scratch", lambda nbytes, *rest: (scratch, start))
+    start = share.aligned(scratch)
+    monkeypatch.setattr(share, "take", lambda nbytes, *rest: (scratch, start))
     q, k, v = (np.full((1, 1, n, 5), x, dtype) for n, x in ((rows, 0), (64, 7.25), (64, 1)))
     fastattn.attention(q, k, v, backend="cpu")
     (found,) = np.nonzero(scratch.view(dtype) == 7.25)

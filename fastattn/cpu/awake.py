@@ -8,6 +8,7 @@ from numba.extending import intrinsic
 from ..machine import VectorUnit
 from .fields import INTEGERS
 from .mailbox import (
+    A_WHILE,
     CLOSED,
     ENDED,
     JOB,
@@ -73,7 +74,7 @@ def awake_kernel(unit: VectorUnit):
     (mailbox, 0, looks > 0)  run what is posted until nothing has come for that many; then close it;
                              how many
     (mailbox, letter, POST), (mailbox, letter, WITHDRAW)  1 if the mailbox was open, or still had it
-    (letter, 0, HAS_ENDED)   1 if no thread has the letter
+    (letter, 0, HAS_ENDED)   1 if no thread has the letter, or if it gives it up within A_WHILE
     """
     relax = pause(unit)
 
@@ -92,6 +93,14 @@ def awake_kernel(unit: VectorUnit):
             elif swap(at(box, LETTER), OPEN, CLOSED):
                 return ran
 
+    @jit
+    def has_ended(letter):
+        for _ in range(A_WHILE):
+            if load_acquire(at(letter, STATE)) != POSTED:
+                return 1
+            relax()
+        return 0
+
     def kernel(job, scratch, quota):
         words = INTEGERS(address(job))
         if quota > 0:
@@ -100,6 +109,6 @@ def awake_kernel(unit: VectorUnit):
             return _post(words, address(scratch))
         if quota == WITHDRAW:
             return _withdraw(words, address(scratch))
-        return load_acquire(at(words, STATE)) != POSTED
+        return has_ended(words)
 
     return kernel

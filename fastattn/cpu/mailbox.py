@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from .image import Entry, Kernel
 
-LOOKS = 1 << 11  # for the next share, of 10 to 40 ns each
+LOOKS = 1 << 12  # for the next share, of 10 to 40 ns each
+# For the end of a share whose items are all done: the thread is on its way out, and if nobody waited
+# the result's memory could not be used for that of the next call.
+A_WHILE = 1 << 8
 NAP = 50e-6  # seconds from one look for the end of a share to the next
 # Words of a mailbox. The first holds the address of a letter, or one of the three below it.
 LETTER, LEAVE, SCRATCH, MAILBOX_WORDS = range(4)
@@ -105,7 +108,7 @@ class Letter:
     def withdraw(self) -> bool:
         """Let the share not begin any more; return whether it had not. It may run on."""
         self._take_back()
-        if self._words[STATE] == POSTED:
+        if self._words[STATE] == POSTED and not self.has_ended():
             self._mailbox.keep_until_ended(self)
         return self._words[STATE] == NOT_POSTED
 
@@ -120,7 +123,7 @@ class Letter:
             self._kernel(self._mailbox.place, self._place, WITHDRAW)
 
     def has_ended(self) -> bool:
-        """Whether no thread runs it, nor will."""
+        """Whether no thread runs it, nor will; where one does, wait a little for its end."""
         return bool(self._kernel(self._place, 0, HAS_ENDED))
 
     @property

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 KEEP_OFF = 16
 # A pool thread waits awake for its next share (8 heads of 128 tokens: 127 -> 100 us) after so many
 # calls in a row, each AT_ONCE after the one before. A BLAS that is called next finds its CPU taken,
-# for 50 us: at most once in as many calls, and in twice as many after each wait that brought fewer.
+# for 100 us: at most once in as many calls, and in twice as many after each wait that brought fewer.
 AWAKE_AFTER, AWAKE_AFTER_AT_MOST = 4, 1024
-AT_ONCE = 50_000  # ns, about mailbox.LOOKS
+AT_ONCE = 100_000  # ns, about mailbox.LOOKS
 IN_A_CALL = 1 << 62
 
 _limit: int | None = None  # set_num_threads; None = the machine's default
