@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .image import Entry, Kernel
 
 LOOKS = 1 << 12  # for the next share, of 10 to 40 ns each
-# For the end of a share whose items are all done: the thread is on its way out, and if nobody waited
-# the result's memory could not be used for that of the next call.
+# For the end of a share whose items are all done: the thread is on its way out, and if nobody
+# waited, the result's memory could not be used for that of the next call.
 A_WHILE = 1 << 8
 NAP = 50e-6  # seconds from one look for the end of a share to the next
 # Words of a mailbox. The first holds the address of a letter, or one of the three below it.

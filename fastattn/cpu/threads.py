@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # With more pool threads, one that shares its CPU costs less than moving all of them.
 KEEP_OFF = 16
 # A pool thread waits awake for its next share (8 heads of 128 tokens: 127 -> 100 us) after so many
-# calls in a row, each AT_ONCE after the one before. A BLAS that is called next finds its CPU taken,
-# for 100 us: at most once in as many calls, and in twice as many after each wait that brought fewer.
+# calls in a row, each AT_ONCE after the one before. A BLAS that is called next finds its CPU taken
+# for 60 us: at most once in as many calls, and in twice as many after each wait that brought fewer.
 AWAKE_AFTER, AWAKE_AFTER_AT_MOST = 4, 1024
 AT_ONCE = 100_000  # ns, about mailbox.LOOKS
 IN_A_CALL = 1 << 62
