@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import emulated
 import numpy as np
@@ -85,7 +86,9 @@ def eager(monkeypatch):
     monkeypatch.setattr(threads, "AT_ONCE", 1 << 61)
     monkeypatch.setattr(threads, "default_num_threads", lambda: 64)
     monkeypatch.setattr(threads, "_PASSIVE", False)
-    monkeypatch.setattr(threads, "_enough", threads.AWAKE_AFTER)
+    monkeypatch.setattr(threads, "NO_WAIT", 0)
+    monkeypatch.setattr(threads, "_no_wait", 0)
+    monkeypatch.setattr(threads, "_wait_from", 0)
 
 
 @pytest.fixture
@@ -251,28 +254,34 @@ def test_calls_that_do_not_follow_at_once_are_not(eager, posted, qkv, monkeypatc
     assert not any(posted)
 
 
-def test_a_wait_that_does_not_pay_is_not_soon_tried_again(eager, qkv, monkeypatch):
-    waits = []
+def test_a_wait_in_vain_is_not_soon_tried_again(monkeypatch):
+    now, waits, results = [10**9], [], []
+    clock = SimpleNamespace(perf_counter_ns=lambda: now[0])
+    monkeypatch.setattr(threads, "time", clock)
+    monkeypatch.setattr(threads, "_awake", lambda: print, raising=False)
+    monkeypatch.setattr(threads, "_no_wait", threads.NO_WAIT)
+    monkeypatch.setattr(threads, "_wait_from", 0)
+    monkeypatch.setattr(Mailbox, "wait", lambda *args: waits.append(now[0]) or results.pop(0))
 
-    def wait(box, *others):
-        waits.append(threads._at_once)
-        return results.pop(0)
+    def waits_after(brought, ns):
+        """Whether a thread waits again so long after a wait that brought so many shares."""
+        results[:] = [brought, 0]
+        monkeypatch.setattr(threads, "_wait_from", 0)
+        threads._wait_awake(Mailbox())
+        now[0] += ns
+        before, no_wait = len(waits), threads._no_wait
+        threads._wait_awake(Mailbox())
+        monkeypatch.setattr(threads, "_no_wait", no_wait)
+        return len(waits) > before
 
-    monkeypatch.setattr(Mailbox, "wait", wait)
-    monkeypatch.setattr(threads, "_at_once", 0)
-    results = [0, 3, threads.AWAKE_AFTER, 0]
-    for enough in (4, 8, 16, 4):
-        assert threads._enough == enough
-        monkeypatch.setattr(threads, "_at_once", 0)
-        before = len(waits)
-        with fastattn.num_threads(2):
-            for _ in range(1000):
-                fastattn.attention(*qkv)
-                if len(waits) > before:
-                    break
-                time.sleep(0.0005)
-        assert waits[-1] >= enough
-        until(lambda now=enough: threads._enough != now)
+    paid, vain = threads.AWAKE_AFTER, threads.AWAKE_AFTER - 1
+    assert waits_after(paid, 0)
+    for times in (1, 2, 4, 8, 16, 16):
+        assert not waits_after(vain, times * threads.NO_WAIT - 1)
+        monkeypatch.setattr(threads, "_no_wait", times * threads.NO_WAIT)
+        assert waits_after(0, times * threads.NO_WAIT)
+    assert waits_after(paid, 0)
+    assert not waits_after(vain, threads.NO_WAIT - 1)
 
 
 @pytest.mark.parametrize("reason", ["more threads than CPUs", "OMP_WAIT_POLICY"])

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 KEEP_OFF = 16
 # A pool thread waits awake for its next share (8 heads of 128 tokens: 127 -> 100 us) after so many
 # calls in a row, each AT_ONCE after the one before. A BLAS that is called next finds its CPU taken
-# for 60 us: at most once in as many calls, and in twice as many after each wait that brought fewer.
-AWAKE_AFTER, AWAKE_AFTER_AT_MOST = 4, 1024
+# for 60 us. So after a wait that brings fewer shares than that there is none for a time, and after
+# each further one for twice as long.
+AWAKE_AFTER = 4
 AT_ONCE = 100_000  # ns, about mailbox.LOOKS
+NO_WAIT, NO_WAIT_AT_MOST = 5_000_000, 80_000_000  # ns
 IN_A_CALL = 1 << 62
 
 _limit: int | None = None  # set_num_threads; None = the machine's default
@@ -142,21 +144,32 @@ _workers: list[threading.Thread] = []
 _mailboxes: list[Mailbox] = []
 _at_once = 0  # calls in a row, each of which came at once after the one before
 _last_end = 0  # of a call, ns; IN_A_CALL while one has not ended
-_enough = AWAKE_AFTER  # of these, for a thread to wait awake
+_no_wait = NO_WAIT  # after the next wait in vain, ns
+_wait_from = 0  # ns
 _awake: Callable[[], Kernel | None]  # once there was a call to count
 _grow = threading.Lock()
 _shunned = -1  # the CPU that pool threads may not run on
 
 
 def _worker(tasks: queue.SimpleQueue[_Share], mailbox: Mailbox) -> None:
-    global _enough
     _this_thread.inside = True
     while True:
         tasks.get().run()
         mailbox.stay()
-        if _at_once >= _enough and tasks.empty() and (kernel := _awake()):
-            paid = mailbox.wait(kernel, *scratch.kept()) >= AWAKE_AFTER
-            _enough = AWAKE_AFTER if paid else min(2 * _enough, AWAKE_AFTER_AT_MOST)
+        if _at_once >= AWAKE_AFTER and tasks.empty():
+            _wait_awake(mailbox)
+
+
+def _wait_awake(mailbox: Mailbox) -> None:
+    """Run the shares that are posted until none comes any more, unless it was in vain of late."""
+    global _no_wait, _wait_from
+    if time.perf_counter_ns() < _wait_from or (kernel := _awake()) is None:
+        return
+    if mailbox.wait(kernel, *scratch.kept()) >= AWAKE_AFTER:
+        _no_wait = NO_WAIT
+    else:
+        _wait_from = time.perf_counter_ns() + _no_wait
+        _no_wait = min(2 * _no_wait, NO_WAIT_AT_MOST)
 
 
 def _ensure_workers(count: int) -> None:
