@@ -55,7 +55,7 @@ class Thread:
         self.mailbox.wait(share._awake(), self.memory, self.memory.ctypes.data)
 
     def letter(self, keep=None):
-        direct = Direct(self.entry, 77, SCRATCH, keep, share._awake)
+        direct = Direct(lambda: self.entry, 77, SCRATCH, keep, share._awake)
         return Letter(self.mailbox, direct, share._awake())
 
     def __enter__(self):
@@ -219,7 +219,7 @@ def test_on_arm():
     start = emulated.CODE + image.HEADER.unpack_from(linked)[1]
     box, other = Mailbox(), Mailbox()
     other.leave()
-    direct = Direct(image.Entry(start, "test", None), other.place, 0, None, lambda: None)
+    direct = Direct(lambda: image.Entry(start, "test", None), other.place, 0, None, lambda: None)
     letter = Letter(box, direct, kernel)
     assert not letter.post()
     box._words[mailbox.LETTER] = other._words[mailbox.LETTER] = mailbox.OPEN

@@ -37,7 +37,7 @@ _Words, _Letter = ctypes.c_int64 * MAILBOX_WORDS, ctypes.c_int64 * LETTER_WORDS
 class Direct(NamedTuple):
     """A share as the call of a kernel that ends when no item is left."""
 
-    entry: Entry
+    entry: Callable[[], Entry]  # finds where the kernel begins
     job: int  # its address
     scratch_bytes: int
     keep: Any  # all that it reaches
@@ -97,7 +97,8 @@ class Letter:
 
     def __init__(self, mailbox: Mailbox, direct: Direct, kernel: Kernel):
         self._mailbox, self._direct, self._kernel = mailbox, direct, kernel
-        self._words = _Letter(NOT_POSTED, direct.entry.address, direct.job)
+        self._entry = direct.entry()
+        self._words = _Letter(NOT_POSTED, self._entry.address, direct.job)
         self._place = ctypes.addressof(self._words)
 
     def post(self) -> bool:
@@ -130,4 +131,4 @@ class Letter:
     def error(self) -> BaseException | None:
         """Of a share that has ended."""
         status = self._words[STATUS]
-        return self._direct.entry.failure(status) if status else None
+        return self._entry.failure(status) if status else None

@@ -60,7 +60,7 @@ class Share(NamedTuple):
         if guards.ON:  # nobody would hear of damage that a thread finds once the others are done
             threads.run_on_threads(work, num_threads)
             return
-        entry = entry_of(self.kernel)
+        entry = functools.partial(entry_of, self.kernel)
         direct = Direct(entry, addressof(self.job), self.scratch_bytes, self, _awake)
         threads.run_on_threads(work, num_threads, self.is_done, direct)
 
