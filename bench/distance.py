@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import inside
 
 from fastattn.benchmark import peers, plots, summary
@@ -21,10 +19,10 @@ PEERS = [
 
 def pieces_table(results: dict, lesser: dict) -> tuple[list[str], list[list[str]]]:
     """Heading and rows: ns a pair of each piece, per cent of the peak here and as `lesser`."""
-    rows = []
-    for name, ns in measured(results):
+    rows, others = [], measured(lesser)
+    for name, ns in measured(results).items():
         cells = [f"{each:.2f}" for each in (ns["peak"], *inside.sums(ns))]
-        beside = dict(measured(lesser)).get(name)
+        beside = others.get(name)
         shares = [*inside.percents(ns), *(inside.percents(beside) if beside else ["–"] * 3)]
         rows.append([name, *cells, *shares])
     return [*PIECES, *PARTS, *(f"AVX2: {part}" for part in PARTS)], rows
@@ -35,15 +33,14 @@ def peers_table(results: dict) -> tuple[list[str], list[list[str]]]:
     times longer it takes than fastattn, and than the least time.
     """
     rows = []
-    least = {name: 100 * ns["peak"] / ns["least"] for name, ns in measured(results)}
+    least = {name: 100 * ns["peak"] / ns["least"] for name, ns in measured(results).items()}
     for name, found in plots.rows_by_case(results["forward"], list(least)).items():
         ours, others = found[peers.OURS], [row for row in found.values() if is_peer(row)]
         if ours.percent is None or not others:
             continue
         peer = min(others, key=lambda row: row.ratio)
-        reached = ours.percent / peer.ratio
-        shares = [f"{each:.0f} %" for each in (ours.percent, least[name], reached)]
-        over = [f"{peer.ratio:.2f}", f"{least[name] / reached:.2f}"]
+        shares = [f"{each:.0f} %" for each in (ours.percent, least[name], peer.percent)]
+        over = [f"{peer.ratio:.2f}", f"{least[name] / peer.percent:.2f}"]
         rows.append([name, *shares[:2], peer.contender, shares[2], *over])
     return PEERS, rows
 
@@ -53,7 +50,6 @@ def is_peer(row: summary.Row) -> bool:
     return not row.contender.startswith("fastattn")
 
 
-def measured(results: dict) -> Iterator[tuple[str, dict[str, float]]]:
-    """(case, ns of each piece) of inside.py."""
-    for name, result in results.get("inside", {}).items():
-        yield name, result["ns"]
+def measured(results: dict) -> dict[str, dict[str, float]]:
+    """ns of each piece of each case of inside.py."""
+    return {name: result["ns"] for name, result in results.get("inside", {}).items()}

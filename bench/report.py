@@ -94,9 +94,9 @@ def memory_cells(row: dict) -> list[str]:
     return ["–" if size is None else f"{size / MIB:.1f}" for size in sizes]
 
 
-def caption(results: dict[str, dict]) -> str:
+def caption(*sections: dict[str, dict]) -> str:
     """On what, with what and at which commits the figures were measured."""
-    settings = [result["setting"] for result in results.values()]
+    settings = [result["setting"] for section in sections for result in section.values()]
     every = {name: version for each in settings for name, version in each["versions"].items()}
     commits = dict.fromkeys(each["commit"] or "unknown" for each in settings)
     versions = ", ".join(f"{name} {version}" for name, version in every.items())
@@ -127,14 +127,16 @@ def text(results: dict, picture: str) -> str:
         parts.append(startup_table(results["startup"]))
     if "memory" in results:
         parts.append(memory_table(results["memory"]))
-    parts += [caption(forward), f"![The same as plots]({picture})"]
+    shown = (results[name] for name in ("backward", "startup", "memory") if name in results)
+    parts += [caption(forward, *shown), f"![The same as plots]({picture})"]
     return "\n\n".join(parts)
 
 
 def distance_text(results: dict, lesser: dict) -> str:
     """How far prefill is from what the machine allows, for bench/README.md."""
     tables = [distance.pieces_table(results, lesser), distance.peers_table(results)]
-    return "\n\n".join([*(markdown(*table) for table in tables), caption(results["inside"])])
+    measured = (results["forward"], results["inside"], lesser.get("inside", {}))
+    return "\n\n".join([*(markdown(*table) for table in tables), caption(*measured)])
 
 
 def fill(readme: str, between: str, name: str = "") -> str:
