@@ -187,6 +187,26 @@ def test_a_letter_lives_until_its_share_has_ended():
         assert seen() is None
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_letter_is_not_kept_if_its_share_ends_at_once(monkeypatch, in_time):
+    """Else the next call could not use the memory of this one's result."""
+    memory = Memory()
+    seen = weakref.ref(memory)
+    with Thread() as waiting:
+        waiting.go_on.clear()
+        letter = waiting.letter(memory)
+        assert letter.post()
+        assert waiting.begun.wait(20)
+        monkeypatch.setattr(Letter, "has_ended", lambda letter: in_time)
+        assert not letter.withdraw()
+        monkeypatch.undo()
+        waiting.go_on.set()
+        until(letter.has_ended)
+        del letter, memory
+        gc.collect()
+        assert (seen() is None) == in_time
+
+
 def test_settle_waits_for_the_end():
     with Thread() as waiting:
         waiting.go_on.clear()
